@@ -119,7 +119,7 @@ class Machine:
         return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
     def off(self) -> None:
-        """Power it off. A shutdown briefly stops all processes; a running ``nsenter`` would stop with its child for good."""
+        """Power it off. A shutdown stops all processes for a moment, which would stop ``nsenter`` for good."""
         for each in self._running[1:]:
             each.end()
         subprocess.run(self.argv("systemctl", "poweroff"), capture_output=True, check=False)

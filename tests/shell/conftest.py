@@ -1,4 +1,4 @@
-"""What several tests of commands use."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from primad.cli import main as cli
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forks: None) -> None:
-    """Processes of primad fork."""
+    """primad's processes start by fork."""
 
 
 @pytest.fixture
 def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Runs ``primad`` with the arguments; gives exit code, output and error output."""
+    """Runs ``primad`` with the arguments; returns exit code, output and error output."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""A gated server and its clients: what tests of attacks share."""
+"""A gated server and its clients, shared by tests of attacks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from primad.trust.identity import Identity, new_identity
 HOST = "127.0.0.1"
 PATIENCE_S = 180
 NOTHING_S = 0.4
-"""How long nothing has to come where nothing may come; a trusted client gets through in a tenth of it."""
+"""How long to wait for proof that nothing arrives; a trusted client gets through in a tenth of it."""
 SERVER, FRIEND, SECOND, STRANGER = (new_identity() for _ in range(4))
 ZMTP_CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
-"""What a client says first; no byte of it is secret."""
+"""A client's first bytes; none of them is secret."""
 ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
 
 
 class House:
-    """A gated server that trusts some, and its clients."""
+    """A gated server with its clients; ``allows`` decides on their keys."""
 
     def __init__(self, allows: Callable[[str], bool]) -> None:
         self.context = zmq.asyncio.Context()
@@ -43,14 +43,13 @@ class House:
         return client
 
     def close(self) -> None:
-        """Give everything back."""
         for client in self._clients:
             client.close()
         self.server.close()
         self.context.destroy(linger=0)
 
     async def hears(self) -> list[bytes]:
-        """The next message that the server gets, without the peer."""
+        """The next message to the server, without the peer."""
         return (await self.server.recv_multipart())[1:]
 
     async def hears_nothing(self) -> None:
@@ -59,7 +58,7 @@ class House:
                 raise AssertionError(await self.hears())
 
     async def serves_its_friend(self) -> None:
-        """A new connection of the friend is heard and answered, and it is the next that is heard."""
+        """A new connection of the friend is served, and its message is the next that arrives."""
         friend = self.client()
         await friend.send(b"hello")
         peer, message = await self.server.recv_multipart()
@@ -71,7 +70,7 @@ class House:
 
 @asynccontextmanager
 async def house(*trusted: Identity, allows: Callable[[str], bool] | None = None) -> AsyncIterator[House]:
-    """A house that trusts the friend and ``trusted``, and a limit on the test's time."""
+    """A house that trusts the friend and ``trusted``, with a limit on the test's time."""
     keys = {each.public for each in (FRIEND, *trusted)}
     here = House(allows or keys.__contains__)
     try:
@@ -86,7 +85,7 @@ async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """All that the other side says until it closes the connection."""
+    """Everything that the other side sends until it closes the connection."""
     printed = b""
     with suppress(ConnectionError):
         while data := await reader.read(65536):
@@ -97,7 +96,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 async def until_one_ends(
     up: Coroutine[Any, Any, None], down: Coroutine[Any, Any, None], *writers: asyncio.StreamWriter
 ) -> None:
-    """Pass on ``up`` and ``down`` at once; when one of them ends the other does, and the connections of ``writers``."""
+    """Run ``up`` and ``down`` until one ends; then cancel the other and abort the connections of ``writers``."""
     both = [asyncio.create_task(up), asyncio.create_task(down)]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

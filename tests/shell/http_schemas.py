@@ -1,4 +1,4 @@
-"""Whatever is asked that the OpenAPI document allows, or nearly allows, no dialect answers other than the document says."""
+"""Every dialect answers requests that the OpenAPI document allows, or nearly allows, as the document says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ APP = create_app(
 
 
 def second_names() -> list[str]:
-    """Paths of handlers that have another one before, of which the document says the same."""
+    """Paths that are aliases of earlier ones, with the same documentation."""
     document, known, found = APP.openapi()["paths"], {}, []
     for route in APP.routes:
         if (operations := document.get(route.path)) is None:
@@ -43,7 +43,7 @@ def second_names() -> list[str]:
 
 
 def same_bodies() -> list[str]:
-    """Paths that take what another one behind them takes."""
+    """Paths whose request body equals that of a later one."""
     known, found = set[str](), []
     for path, operations in reversed(APP.openapi()["paths"].items()):
         body = operations.get("post", {}).get("requestBody")
@@ -61,7 +61,7 @@ for schema in (SCHEMA, SAME):
 
 
 class Client(asgi.ASGIClient):
-    """Asks the application, without what else a session looks at with each request: cookies, proxies and redirects."""
+    """An ASGI client without a session's work for each request: cookies, proxies and redirects."""
 
     def request(self, method: str, url: str, *, timeout: Any = None, **asked: Any) -> requests.Response:
         said = {key: value for key, value in asked.items() if key in SAID}
@@ -81,7 +81,7 @@ T = TypeVar("T")
 
 
 class Here:
-    """Where the client has the application run: in this thread, where it had one beside, which took half of a request."""
+    """Runs the application in this thread; the client's own thread took half of each request's time."""
 
     runner = asyncio.Runner()
 

@@ -31,7 +31,7 @@ async def patient(
     kind: type[Patience] = Patience,
     **limits: Any,
 ) -> AsyncIterator[int]:
-    """Its port; it serves ``app``, or else the API over ``backend``, and ``checks`` or else its own."""
+    """The port of a server with ``app`` (default: the API over ``backend``) and ``checks`` (default: the app's own)."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     if app is None:

@@ -1,4 +1,4 @@
-"""The admin channel: the command line asks the daemon of a home folder, and nobody else can."""
+"""The admin channel: the command line reaches the daemon of a home folder, and nobody else does."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def handle(request: AdminRequest) -> AdminReply:
 
 @asynccontextmanager
 async def answering(home: Path, handler=handle, **options: float) -> AsyncIterator[None]:
-    """A daemon of ``home`` answers meanwhile."""
+    """A daemon of ``home`` answers during the block."""
     server = asyncio.create_task(AdminServer(load_identity(home), home, handler, **options).run())
     try:
         await until_running(home, server)
@@ -200,7 +200,7 @@ async def test_the_note_is_its_owners_alone(tmp_path):
 
 
 async def test_another_identity_gets_nothing(tmp_path):
-    """Neither one that knows where the daemon listens, nor one that knows its public key too."""
+    """It is refused although it knows where the daemon listens, and even with the daemon's public key."""
     home, other = tmp_path / "home", tmp_path / "other"
     for folder in (home, other):
         folder.mkdir()
@@ -222,7 +222,7 @@ async def test_another_identity_gets_nothing(tmp_path):
 
 
 async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
-    """The answer to a well-formed request of somebody with another key."""
+    """The reply to a well-formed request from another key."""
     context = zmq.asyncio.Context()
     try:
         with open_socket(context, zmq.DEALER, identity=new_identity(), server=key) as stranger:

@@ -1,4 +1,4 @@
-"""Processes load of llama_cpp and gguf what they need, and who wants the whole packages still gets them."""
+"""Processes load only what they need of llama_cpp and gguf; the whole packages stay available."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primad.system.allocator import without_top
 
 
 def python(program: str, *arguments: str) -> str:
-    """What ``program`` prints in a process of its own."""
+    """The output of ``program`` in a process of its own."""
     done = subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 

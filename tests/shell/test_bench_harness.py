@@ -1,4 +1,4 @@
-"""What all benches share: turns, options, the exit code, and the file of what was found."""
+"""What all benches share: turns, options, exit codes and result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report has every figure that a bench judges, what is wanted of it, and what falls short."""
+"""The report has every figure that a bench judges, its target, and what falls short."""
 
 from __future__ import annotations
 

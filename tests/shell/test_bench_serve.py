@@ -1,4 +1,4 @@
-"""What ``tools/bench serve`` and ``http`` compare, and the machines that they count."""
+"""What ``tools/bench serve`` and ``http`` compare, and how they count machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tools/bench speculate`` asks, of servers as of rings."""
+"""Requests of ``tools/bench speculate``, the same for servers and rings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that takes memory beside a model, and the models that a benchmark writes and removes."""
+"""The program that takes memory next to a model, and the models that a benchmark writes and removes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.fakes.neighbour import Neighbour
 from tools import synthetic
 from tools.lab import LabError
 
-# ---- the program beside it ------------------------------------------------------------------------------------------
+# ---- the neighbour --------------------------------------------------------------------------------------------------
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="requires cgroups")
 
 
 class Anywhere:
-    """Takes the place of a group: notes who was put into it."""
+    """Stands in for a control group and notes the processes added to it."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
@@ -48,12 +48,12 @@ def test_a_neighbour_that_was_killed_is_no_quiet_one() -> None:
             other.end()
 
 
-# ---- models for as long as they are needed --------------------------------------------------------------------------
+# ---- temporary models -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The models that were written, which are empty."""
+    """The models that were written, as empty files."""
     paths: list[Path] = []
 
     def run(argv: list[str], *, check: bool) -> None:

@@ -1,4 +1,4 @@
-"""Wheels of llama.cpp: a build says how far it is, the wheelhouse lists its kinds, and set-up takes a wheel by its hash."""
+"""Wheels of llama.cpp: build progress, the kinds in the wheelhouse, installation by hash."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tool(name: str, *arguments: object, **environment: str) -> subprocess.Comple
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """A GCC that needs no cure."""
+    """A GCC that needs no workaround."""
     return program(
         tmp_path / "gcc", '#!/bin/sh\n[ "$1" = -dumpfullversion ] && echo 14.2.0 || echo "g++ (GCC) 14.2.0"\n'
     )

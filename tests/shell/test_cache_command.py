@@ -43,7 +43,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def filled(home, layers) -> tuple[LayerCache, list[LayerRef]]:
-    """A cache whose three layers were used 30, 20 and 10 days ago."""
+    """A cache whose three layers were last used 30, 20 and 10 days ago."""
     cache = LayerCache(home / "cache" / "layers")
     refs = []
     for number, layer in enumerate(layers):
@@ -64,7 +64,7 @@ def run(home: Path, *arguments: str, code: int = 0) -> str:
 
 @contextmanager
 def holding(home: Path, ref: LayerRef) -> Iterator[None]:
-    """Another process uses the layer, until the block ends."""
+    """Another process uses the layer during the block."""
     holder = (
         "import sys; from pathlib import Path; from primad.layers.cache import LayerCache\n"
         "LayerCache(Path(sys.argv[1])).lease('ring', [sys.argv[2]])\n"
@@ -213,12 +213,12 @@ def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, fille
     assert list(folder.iterdir()) == []
 
 
-# ---- KV cells --------------------------------------------------------------------------------------------------------
+# ---- KV cache --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cells(tmp_path) -> Path:
-    """A folder with two blocks, one of which was used 20 days ago, the other one this minute."""
+    """A folder with two KV blocks, last used 20 days ago and now."""
     folder = tmp_path / "cells"
     store = KvStore(folder)
     blocks = [keys.block("root", None, [token], [1]) for token in (1, 2)]

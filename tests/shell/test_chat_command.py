@@ -1,4 +1,4 @@
-"""``primad chat`` against an endpoint that answers as a test wants it to."""
+"""``primad chat`` against a scripted endpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Endpoint:
-    """Answers request after request with the next of ``answers``; what was asked is in ``asked``."""
+    """Answers each request with the next of ``answers``; ``asked`` has the requests."""
 
     def __init__(self) -> None:
         self.asked: list[list[dict[str, str]]] = []
@@ -60,10 +60,10 @@ class Endpoint:
                 self.send_response(status)
                 self.send_header("content-length", str(len(content) + (not content.endswith((DONE, b"}")))))
                 self.end_headers()
-                self.wfile.write(content)  # one byte less than announced where it breaks off
+                self.wfile.write(content)  # one byte short where the stream breaks off
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -87,7 +87,7 @@ Types = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint) -> Types:
-    """Runs ``primad chat``, in which ``lines`` are typed unless it reads its standard input; gives exit code and outputs."""
+    """Runs ``primad chat``, typing ``lines`` unless it reads standard input; returns exit code and outputs."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
@@ -127,7 +127,7 @@ def test_another_model_of_the_endpoint_is_talked_to_by_name(chat: Types, endpoin
 
 
 def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):
-    """As on Windows, where what goes to a file or another program is no UTF-8."""
+    """On Windows, for example, output to a file or pipe is not UTF-8."""
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", narrow)
     endpoint.emits(event(content="Größe \N{GRINNING FACE}"), DONE)
@@ -208,7 +208,7 @@ def test_an_error_is_told_and_the_conversation_goes_on(
 
 
 def test_nobody_there_is_told_in_our_words(chat: Types):
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         expected = f"primad: error: {url}: no response; is 'primad serve' running?\n"
@@ -225,7 +225,7 @@ BROKEN = (
     ("SSL_CERT_FILE", "/nonexistent.pem"),
     ("SSL_CERT_FILE", __file__),
 )
-"""Variables of shells, of which a head on this device has nothing to know."""
+"""Shell variables that must not affect requests to a head on this device."""
 
 
 def test_no_proxy_leads_to_a_head_of_this_device(chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):

@@ -34,13 +34,13 @@ from tools.lab import zoo
 
 @pytest.fixture
 def checks(command, tmp_path):
-    """Runs ``primad check`` with a home of its own; gives exit code, output and error output."""
+    """Runs ``primad check`` with a home of its own; returns exit code, output and error output."""
     return lambda *arguments: command("check", *arguments, "--home", tmp_path / "home")
 
 
 @pytest.fixture
 def child():
-    """A child that tries cuts."""
+    """A child process that tries cuts."""
     child = TaskChild("primad.certify.child", "the child", environment(os.environ, 1, 0), timeout_s=300)
     yield child
     child.close()
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_the_child_and_leaves_no_files(gemma3, tmp_path, monkeypatch
     began, before = [], psutil.Process().children()
 
     def interrupted(what: str) -> None:
-        """Someone presses Ctrl-C when the third thing is about to be tried."""
+        """Press Ctrl-C just before the third task."""
         began.append(what)
         if len(began) == 3:
             assert [*tmp_path.glob("primad-check-*/tiny.gguf")]

@@ -1,4 +1,4 @@
-"""The command line of a cluster's owner: what each command hands on, and one clear line for every mistake."""
+"""The command line of a cluster's owner: what commands pass on, and one clear line for every mistake."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DESK, LAMP, ATTIC = (new_identity().public for _ in range(3))
 
 @pytest.fixture(autouse=True)
 def _apart(tmp_path, monkeypatch):
-    """Neither this user's home folder nor the daemons that run here."""
+    """Hide this user's home folder and the daemons that run here."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path / "local"))
@@ -62,16 +62,16 @@ def home(tmp_path) -> Path:
 
 @pytest.fixture
 def joined(monkeypatch) -> list[tuple]:
-    """What ``primad join`` hands to the daemon: (config, keyword arguments)."""
+    """What ``primad join`` passes to the daemon: (config, keyword arguments)."""
     calls: list[tuple] = []
     run = SimpleNamespace(join=lambda config, reporter, **more: calls.append((config, more)))
-    monkeypatch.setitem(sys.modules, "primad.worker.join", run)  # the daemon itself is heavy to import
+    monkeypatch.setitem(sys.modules, "primad.worker.join", run)  # importing the daemon itself is slow
     return calls
 
 
 @pytest.fixture
 def served(monkeypatch) -> list[tuple]:
-    """What ``primad serve`` hands to the daemon: (config, HTTP host)."""
+    """What ``primad serve`` passes to the daemon: (config, HTTP host)."""
     calls: list[tuple] = []
     serving = SimpleNamespace(serve=lambda config, model, options, host, reporter: calls.append((config, host)))
     monkeypatch.setitem(sys.modules, "primad.head.serve", serving)
@@ -209,7 +209,7 @@ def test_options_that_serve_refuses(command, served, arguments, named):
 
 @pytest.fixture
 def daemon(monkeypatch, home):
-    """A daemon that answers what the test puts into the dictionary, by type of request."""
+    """A daemon that answers from the returned dictionary, by type of request."""
     answers: dict[type, object] = {}
     home.mkdir()
 
@@ -324,7 +324,7 @@ PEER = Peer(
 
 @pytest.fixture
 def sight(monkeypatch) -> list[Peer]:
-    """The devices in sight; the test fills it."""
+    """The devices in sight, filled in by the test."""
     peers: list[Peer] = []
 
     async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:

@@ -1,4 +1,4 @@
-"""The container file and the compose file: whole, with commands that primad takes, and with no rights that nobody needs."""
+"""The container file and the compose file: complete, with commands that primad accepts and no needless rights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIABLE = re.compile(r"\$\{(\w+):\?[^}]*\}")
 
 
 def instructions() -> list[list[tuple[str, str]]]:
-    """Those of the container file, a list for each stage."""
+    """The instructions of the container file, a list for each stage."""
     text = re.sub(r"^#.*\n", "", (FOLDER / "Containerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     stages: list[list[tuple[str, str]]] = []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -46,7 +46,7 @@ def instructions() -> list[list[tuple[str, str]]]:
 
 
 def taken(words: list[str]) -> None:
-    """``primad`` takes these words."""
+    """Assert that ``primad`` accepts these words."""
     command = app.built.commands[words[0]]
     command.make_context(words[0], words[1:])
 

@@ -1,4 +1,4 @@
-"""The control link between head and worker: garbage is refused with a line, and both ends live on."""
+"""The control link between head and worker: garbage is refused with a log line, and both ends keep working."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ HELLO = Ping(status=True)
 
 
 def printed(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the control link wrote to the log; what others left may be told of at any time."""
+    """The log lines of the control link; leftovers of other tests may log lines of their own at any time."""
     return [record.getMessage() for record in caplog.records if record.name == "primad.network.control"]
 
 
 @asynccontextmanager
 async def worker_end(port: int | None = None) -> AsyncIterator[tuple[zmq.asyncio.Context, WorkerEnd]]:
-    """A worker's end on a free port, and a limit on the test's time."""
+    """A worker's end on a free port, with a limit on the test's time."""
     async with gated() as context:
         end = WorkerEnd(context, HOST, port, 0, identity=WORKER)
         try:
@@ -51,14 +51,14 @@ async def worker_end(port: int | None = None) -> AsyncIterator[tuple[zmq.asyncio
 
 @asynccontextmanager
 async def silent_worker() -> AsyncIterator[tuple[zmq.asyncio.Socket, HeadEnd]]:
-    """A socket in place of a worker, and a head's end to it."""
+    """A plain socket in place of a worker, and a head's end connected to it."""
     async with gated() as context:
         router, port = listen(context, zmq.ROUTER, HOST, None, identity=WORKER)
         yield router, HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
 
 
 def stranger_to(context: zmq.asyncio.Context, worker: WorkerEnd) -> zmq.asyncio.Socket:
-    """A device that was let in and sends what it likes."""
+    """A trusted device that sends whatever it likes."""
     stranger = open_socket(context, zmq.DEALER, identity=SECOND, server=WORKER.public)
     stranger.connect(endpoint(HOST, worker.port))
     return stranger
@@ -219,7 +219,7 @@ async def test_what_is_no_address_is_one_clear_error(host):
             HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
 
 
-# ---- whether the other side's process has ended ---------------------------------------------------------------------
+# ---- processes that end ---------------------------------------------------------------------------------------------
 
 LISTENER = """
 import asyncio, sys
@@ -244,10 +244,10 @@ asyncio.run(main())
 
 @asynccontextmanager
 async def listener() -> AsyncIterator[tuple[subprocess.Popen[str], HeadEnd]]:
-    """A worker's end in a process of its own that answers everything, and a head's end that it has answered."""
+    """A worker's end in its own process that answers everything, and a head's end that already got a reply."""
     keys = new_identity()
     command = [sys.executable, "-c", LISTENER, keys.public, keys.secret]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: ASYNC220  (starting does not wait)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: ASYNC220  (starting is quick)
         try:
             assert child.stdout is not None
             port = int(await asyncio.to_thread(child.stdout.readline))
@@ -308,7 +308,7 @@ async def test_a_default_port_that_is_taken_becomes_another():
 
 
 async def test_a_socket_may_have_a_monitor_right_after_another():
-    """Else nobody watches the end of a link while the monitor of its greeting is still closing."""
+    """Otherwise nothing watches a link while the monitor of its greeting is still closing."""
     async with gated() as context:
         watched = context.socket(zmq.DEALER)
         for _ in range(300):
@@ -327,7 +327,7 @@ def test_endpoints_of_both_families():
 @pytest.mark.parametrize("frames", [[b"x", b"y"], [encode(Pong())]], ids=["garbage", "messages"])
 @pytest.mark.parametrize("by_worker", [False, True])
 async def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
-    """What is there already is received without a pause, so a flood would stop all else that the daemon does."""
+    """Waiting messages are received without a pause, so a flood could block the daemon."""
     calls = count()
 
     async def always(**_: object) -> list[object]:
@@ -357,7 +357,7 @@ async def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames
 
 
 async def test_a_large_message_of_a_device_that_is_no_head_is_not_read(monkeypatch):
-    """To read it costs the loop as much as 40 ns a byte, before it is known that it is refused."""
+    """Decoding takes the event loop up to 40 ns a byte, before the message can be refused."""
     read: list[int] = []
     decode = control.decode_from_head
 

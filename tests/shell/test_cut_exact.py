@@ -34,19 +34,19 @@ from tools.lab import zoo
 
 OPTIONS = EngineOptions(context=256, sequences=4, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PROMPT = [1, *range(40, 129)]
-"""90 tokens: two chunks of a prefill, and past the end of every synthetic model's sliding window of 24."""
+"""90 tokens: two prefill chunks, longer than every synthetic model's sliding window of 24."""
 DECODED = 5
 
 pytestmark = pytest.mark.slow
 
 
 class Route:
-    """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does.
+    """The windows of one model between ``cuts``, opened from metadata splits and layer files as a device does.
 
-    Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
-    Prompts through the others are computed there too if they are ``prefill_offload``. ``apart``: of those on a GPU the
-    experts are not. ``extra_buffers``: all windows have them. ``others`` are those on a second GPU, of each window. The
-    tail ``predicts``. ``parts`` lie there already.
+    ``on_gpu``: GPU layers of each window, the last ones, in the tail with the output (None: the output alone).
+    ``prefill_offload``: the GPU computes prompts through the other layers too. ``apart``: experts of GPU layers stay on
+    the CPU. ``extra_buffers``: all windows have them. ``others``: layers on a second GPU, by window. ``predicts``: the
+    tail has the multi-token prediction layer. ``parts``: files written before.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Route:
 
 
 def parts_of(header, cuts, folder, adapters=(), *, predicts=False):
-    """Of each window what it is, its metadata split and its layer files, written into ``folder``."""
+    """The spec, metadata split and layer files of each window, written into ``folder``."""
     assert cuts[0] == 0
     assert cuts[-1] == layer_count(header)
     cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters), predicts=predicts)
@@ -135,7 +135,7 @@ def parts_of(header, cuts, folder, adapters=(), *, predicts=False):
 
 
 def adapters_of(adapters, spec, folder):
-    """The files of ``adapters`` for the window of ``spec``, put together as a device does."""
+    """The adapter files for the window of ``spec``, assembled as a device does."""
     placed = []
     for number, each in enumerate(adapted(spec, adapters).adapters):
         path = folder / f"{spec.window}-lora-{number}.gguf"
@@ -153,10 +153,10 @@ def files_of(metadata, layers, assignment):
 
 
 def assigned(layers, on_gpu, *, is_tail, first=0, prefill_offload=False, apart=False):
-    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others
-    ``prefill_offload``.
+    """An assignment of ``layers`` layers from ``first`` on: ``on_gpu`` of them on a GPU (None: the output alone), the
+    others ``prefill_offload``.
 
-    ``apart``: without their experts.
+    ``apart``: experts stay on the CPU.
     """
     output, count = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none", on_gpu or 0
     window = in_memory(first, first + layers, gpu_layers=count, cpu_experts=count * apart, output=output)
@@ -174,9 +174,9 @@ def rows(content, position, sequence=0):
 
 
 def whole_logits(header, on_gpu=0, chunks=(), *, prefill_offload=False, apart=False):
-    """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk.
+    """The prompt and ``DECODED`` greedy tokens as chunks, and the whole model's logits after each.
 
-    With the ``chunks`` of another call these are what it is given; the others are as for ``assigned``.
+    ``chunks`` of another call are computed instead if given; other arguments are those of ``assigned``.
     """
     assignment = assigned(layer_count(header), on_gpu, is_tail=True, prefill_offload=prefill_offload, apart=apart)
     files = files_of(header.path, (), assignment)
@@ -218,19 +218,19 @@ HYBRIDS = sorted(name for name in EVERY_KIND if zoo.is_hybrid(name))
 
 
 def cuts_of(header):
-    """A window as often as may be, and two windows."""
+    """Cuts at every possible place, and a single cut in the middle."""
     layers, places = layer_count(header), cut_points(header)
     return [0, *places, layers], [0, places[len(places) // 2], layers]
 
 
 def spoil(start, size):
-    """In place of giving memory back, a pattern of which every float is not a number."""
+    """Fill memory with NaNs instead of giving it back."""
     ctypes.memset(start, 0xFF, size)
 
 
 @pytest.mark.parametrize("architecture", EVERY_KIND)
 def test_windows_give_the_whole_models_logits(architecture, tmp_path, monkeypatch):
-    """Whatever stands in scratch memory between two steps."""
+    """Scratch memory may hold anything between two steps."""
     monkeypatch.setattr(scratch, "discard", spoil)
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -239,7 +239,7 @@ def test_windows_give_the_whole_models_logits(architecture, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3vl", "gemma4", "gemma4-per-layer", *HYBRIDS])
 def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_path):
-    """Steps of two sequences in turn, through windows; one begins anew while the other goes on."""
+    """Steps of two sequences alternate; one starts again while the other continues."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
@@ -266,7 +266,7 @@ def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_pa
 def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
     architecture, tmp_path, monkeypatch
 ):
-    """And logits are what they are without it."""
+    """The logits are the same as without the layer."""
     monkeypatch.setitem(zoo.ALL, "deepseek2", {**zoo.ALL["deepseek32"]})
     path = tmp_path / "model.gguf"
     values = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
@@ -404,7 +404,7 @@ def test_every_supported_architecture_can_be_synthesised(tmp_path):
 
 
 def test_a_graph_that_never_asks_for_the_hidden_states_is_told(monkeypatch, tmp_path):
-    """A large step's rows go in where the graph looks up tokens; one that does it under another name is not believed."""
+    """A large step's hidden states enter where the graph looks up tokens; a graph that uses another name is refused."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", layers=3)
     route = Route(read_header(path), [0, 1, 2, 3], tmp_path)

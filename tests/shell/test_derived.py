@@ -1,4 +1,4 @@
-"""Architectures that no table knows, tried by llama.cpp itself: what is certified, and what is refused and why."""
+"""Architectures outside the table, tried by llama.cpp itself: which are certified, which are refused and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.lab import zoo
 
 @pytest.fixture
 def check(command, tmp_path, monkeypatch):
-    """The verdict on a synthetic model of an ``architecture`` that is in no table."""
+    """The verdict on a synthetic model of an ``architecture`` removed from the table."""
 
     def run(architecture, layers=zoo.LAYERS, **options):
         monkeypatch.delitem(SUPPORTED, zoo.VARIANTS.get(architecture, architecture), raising=False)
@@ -77,6 +77,8 @@ def test_what_cannot_be_cut_or_was_not_exercised_is_not_certified(check, archite
 @pytest.mark.slow
 @pytest.mark.matrix
 def test_a_graph_that_goes_by_the_number_of_layers_is_cut_where_it_does_not(check):
-    """Of 48 layers llama.cpp takes 32 for Baichuan 7B, 40 for 13B, and gives neither the same positions as others."""
+    """llama.cpp takes 32 of the 48 layers for Baichuan 7B and 40 for 13B, with different positions than for other
+    numbers.
+    """
     verdict = check("baichuan", layers=48)
     assert (verdict.result, verdict.cut_multiple) == ("certified", 3)

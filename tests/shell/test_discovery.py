@@ -1,4 +1,4 @@
-"""Devices find each other by mDNS, on loopback here."""
+"""Devices find each other by mDNS, here on loopback."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_the_longest_name_gets_a_number_too(cluster):
 
 
 async def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
-    """It answers whoever asks for a name that it has it; so nobody is asked any more."""
+    """A host can claim every name that is probed, so names are not probed."""
     register, asked = AsyncZeroconf.async_register_service, list[str]()
 
     async def taken(self: AsyncZeroconf, info: AsyncServiceInfo, cooperating_responders: bool = False) -> object:
@@ -202,7 +202,7 @@ async def test_looking_around_gives_devices_in_order(cluster):
         await sight.wait(lambda: len(sight.of(cluster)) == 2)
         seen: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
-            while len(seen) < 2:  # on a busy machine an answer may be late
+            while len(seen) < 2:  # on a busy machine a reply may be late
                 seen = [peer.device for peer in await look(HOST, 2.0) if peer.cluster == cluster]
         assert seen == [f"{cluster}-a", f"{cluster}-b"]
 
@@ -278,9 +278,9 @@ async def test_a_device_whose_announcement_was_missed_is_found_all_the_same(clus
 
 
 async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
-    """Several have the port of mDNS, and what is sent to the asker alone reaches one of them, whichever.
+    """Several programs share the mDNS port, and a unicast reply reaches only one of them.
 
-    Others that are tested beside this one announce and look too: here both are of a service of their own.
+    Other tests announce and look at the same time, so both devices here use a service type of their own.
     """
     service = f"_t-{cluster[-12:]}._tcp.local."
     asked: list[DNSQuestion] = []
@@ -298,7 +298,7 @@ async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(c
 
 
 async def test_who_said_goodbye_is_not_announced_again(cluster):
-    """An announcement is repeated for half a second: one that comes behind the goodbye keeps the device in sight."""
+    """Announcements repeat for half a second; one sent after the goodbye would keep the device in sight."""
     with overheard() as packets:
         async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
             await announce(desk, cluster, cluster)
@@ -311,7 +311,7 @@ async def test_who_said_goodbye_is_not_announced_again(cluster):
 
 @contextmanager
 def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
-    """What is said to all on loopback from now on, told when it is asked for."""
+    """The multicast packets on loopback from now on, read on demand."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.setblocking(False)
         for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
@@ -389,7 +389,7 @@ def test_a_machine_without_multicast_is_one_clear_error(monkeypatch):
 
 
 class Starts:
-    """Whether mDNS has started, as zeroconf says: not before it was looked ``late`` times."""
+    """Whether mDNS has started, as zeroconf reports it: not before the check has run ``late`` times."""
 
     def __init__(self, late: float) -> None:
         self._late = late

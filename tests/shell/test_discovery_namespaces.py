@@ -1,4 +1,6 @@
-"""Devices in network namespaces of their own find each other over a wire that this test lays: IPv4, IPv6, late and dead."""
+"""Devices in separate network namespaces find each other over a virtual wire: IPv4, IPv6, interfaces that come late or
+go.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ pytestmark = pytest.mark.skipif(not _namespaces_work(), reason="network namespac
 
 @dataclass(frozen=True)
 class Space:
-    """A network namespace; ``link`` is the wire's end in it."""
+    """A network namespace; ``link`` is its end of the wire."""
 
     name: str
     link: str
@@ -74,13 +76,13 @@ class Space:
         _run("ip", "-n", self.name, *words)
 
     def addresses(self) -> str:
-        """Those of the wire's end, as the system shows them."""
+        """The addresses of the wire's end, as the system prints them."""
         command = ["ip", "-n", self.name, "addr", "show", self.link]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
     @contextlib.contextmanager
     def python(self, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Python in the namespace, until its standard input ends."""
+        """Python in the namespace, killed after the block."""
         command = ["ip", "netns", "exec", self.name, sys.executable, "-c", code, *words]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         with child:
@@ -92,7 +94,7 @@ class Space:
 
 @pytest.fixture
 def spaces() -> Iterator[tuple[Space, Space]]:
-    """Two namespaces and a wire between them; its ends are up and have only link-local IPv6 addresses."""
+    """Two namespaces joined by a wire, whose ends are up with only link-local IPv6 addresses."""
     tag = secrets.token_hex(3)
     made = [Space(f"primad-{tag}-{i}", f"pd{tag}{i}") for i in range(2)]
     try:
@@ -112,7 +114,7 @@ def spaces() -> Iterator[tuple[Space, Space]]:
 
 
 def seen(child: subprocess.Popen[str], until) -> dict[str, list[str]]:
-    """What the browser prints, once it fulfils ``until``; pytest's own time limit ends a wait in vain."""
+    """The browser's first output that fulfils ``until``; pytest's time limit ends a futile wait."""
     assert child.stdout is not None
     for line in child.stdout:
         peers = json.loads(line)
@@ -185,7 +187,7 @@ def test_an_interface_that_comes_later_and_changes_its_address_is_followed(space
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("at_first", ["down", "tentative"])
 def test_a_link_local_address_that_is_of_use_only_later_is_taken_up(spaces, at_first):
-    """In the first second of its life such an address is only asked for: a device that starts with its network has none."""
+    """A link-local address is tentative for its first second, so a device that starts with its network has none."""
     one, two = spaces
     one.ip("link", "set", one.link, "down")
     for name, value in (("accept_dad", 1), ("dad_transmits", 5)):

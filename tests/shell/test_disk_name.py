@@ -1,4 +1,4 @@
-"""Which disk a folder lies on, by what Linux says of block devices."""
+"""The disk of a folder, from what Linux reports of block devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = "1f2e3d4c"
 
 
 class FakeSystem:
-    """A ``/sys`` with block devices, and file systems by the numbers that ``stat`` gives."""
+    """A ``/sys`` with block devices, and file systems by the numbers that ``stat`` returns."""
 
     def __init__(self, folder: Path) -> None:
         self.sys, self.mounts = folder / "sys", folder / "mountinfo"

@@ -1,4 +1,4 @@
-"""The doctor on this machine: on loopback, with homes of its own, and whatever fails meanwhile."""
+"""The doctor on this machine: on loopback, with homes of its own, and with checks that fail or hang."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_this_machine_is_examined(tmp_path):
     assert all(entry["level"] in ("ok", "note", "warning", "error") for entry in found)
     assert all(entry["next"] for entry in found if entry["level"] in ("warning", "error"))
     assert result.exit_code == any(entry["level"] == "error" for entry in found)
-    assert not (tmp_path / "home").exists()  # looking changes nothing
+    assert not (tmp_path / "home").exists()  # examining changes nothing
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -151,7 +151,7 @@ async def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, 
         judged: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
             while not all(any(f"{cluster}-{each} is" in text for text in judged) for each in "ab"):
-                found = await examine(asked, checks, PATIENCE_S)  # on a busy machine an answer may be late
+                found = await examine(asked, checks, PATIENCE_S)  # on a busy machine a reply may be late
                 judged = [it.text for it in found if it.check == "trust"]
     finally:
         await desk.close()
@@ -192,7 +192,7 @@ async def test_a_device_that_is_named_is_tried():
 
 
 def test_facts_of_this_machine_make_findings(tmp_path):
-    """No level is expected: what is tested is that every fact can be had on this system and judged."""
+    """Levels are not asserted: every fact must be available on this system and judged."""
     findings = [
         *machine.judge_memory(machine.gather_memory(), "Linux"),
         *machine.judge_battery(machine.gather_battery()),
@@ -216,7 +216,7 @@ def test_a_home_that_is_not_there_yet_is_judged_by_the_folder_above(tmp_path):
 
 @pytest.mark.slow
 def test_llama_cpp_is_asked_in_a_child(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # whoever imports it here fails
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # importing it in this process fails
     facts = gpus.gather_engine(tmp_path, None, PATIENCE_S)
     assert facts.package
     assert not isinstance(facts.devices, str)

@@ -1,4 +1,4 @@
-"""What documents show can be typed: options exist, files are there, and what costs nothing is run."""
+"""Commands in documents can be typed: options and files exist, and cheap ones are run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ OTHERS = {
     "aider",
     "llm",
 }
-"""Programs that documents show and that are not ours."""
+"""Third-party programs in documents."""
 PATIENCE_S = 540
-"""Of a client that starts on a busy machine."""
+"""For a client that starts on a busy machine."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def command_of(words: tuple[str, ...]) -> tuple[Any, list[str]]:
-    """The command that ``primad`` with these words runs, and its own words."""
+    """The command that ``primad`` runs for these words, and the remaining words."""
     command, rest = cli.app.built, list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
@@ -60,14 +60,14 @@ def options_of(command: Any) -> set[str]:
 
 
 def assert_ours(words: tuple[str, ...]) -> None:
-    """``primad`` takes these words."""
+    """Assert that ``primad`` accepts these words."""
     command, rest = command_of(words)
     if "--help" not in rest:
         command.make_context("primad", [word for word in rest if word != "--version"])
 
 
 def assert_tool(words: tuple[str, ...]) -> None:
-    """The tool is there and knows its options."""
+    """Assert that the tool exists and knows its options."""
     tool = ROOT / words[0]
     assert os.access(tool, os.X_OK), f"{words[0]}: no such tool"
     sources = "".join(path.read_text() for path in sorted(ROOT.glob(f"{words[0]}*")) if path.is_file())
@@ -75,7 +75,7 @@ def assert_tool(words: tuple[str, ...]) -> None:
         if word == "primad":
             assert_ours(words[words.index(word) + 1 :])
             break
-        if word.startswith("--") and tool.name not in ("test", "faults"):  # these hand their options to pytest
+        if word.startswith("--") and tool.name not in ("test", "faults"):  # these pass their options to pytest
             assert f'"{word}"' in sources or f" {word}" in sources, f"{words[0]}: no option {word}"
         if word.startswith("tests/"):
             assert (ROOT / word).exists(), word
@@ -110,7 +110,7 @@ def test_options_in_the_text_exist(page):
 
 
 def all_commands() -> list[Any]:
-    """``primad``, its commands and theirs."""
+    """``primad``, its commands and their subcommands."""
     root = cli.app.built
     first = list(root.commands.values())
     return [root, *first, *(inner for command in first for inner in getattr(command, "commands", {}).values())]
@@ -137,7 +137,7 @@ def test_every_option_is_told_somewhere():
 
 
 def plans() -> list[tuple[str, ...]]:
-    """The plans that documents show and that need neither a model file nor other devices."""
+    """Plans in documents that need neither a model file nor other devices."""
     found = {words: None for page in PAGES for words in commands(page) if words[:2] == ("primad", "plan")}
     return [words[1:] for words in found if "--model-shape" in words]
 
@@ -158,7 +158,7 @@ def test_plans_that_need_nothing_are_run(words, monkeypatch, capsys):
 
 
 async def run_client(script: list[str], model: str = "toy", *, answer: str = "Hello") -> str:
-    """What the script prints, with an endpoint that gives ``answer`` to everything."""
+    """The output of the script with an endpoint that always answers ``answer``."""
     backend = FakeBackend(replies(answer))
     assert backend.served is not None
     backend.served = replace(backend.served, id=model)

@@ -1,4 +1,4 @@
-"""Which models may draft for another one, and how those that may not are refused."""
+"""Which models may draft for another one, and how others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedding process with a real model: what plain llama.cpp gives, and what becomes of a crash."""
+"""The embedding process with a real model: vectors of plain llama.cpp, limits and crashes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
     path, vocabulary = tmp_path / "small.gguf", write_vocabulary(tmp_path / "vocabulary.gguf", pre="gpt-4o")
     write_model(path, layers=2, vocabulary=f"from:{vocabulary}")
     last = vocabulary_size(open_model(path)) - 1
-    endless = "a" * 1_000_000  # that pre-tokenizer recurses once a character
+    endless = "a" * 1_000_000  # that pre-tokenizer recurses once per character
     async with embedding(path) as service:
         before = await service.embed(["Hello"], INPUT)
         for texts, wrong in (
@@ -102,9 +102,9 @@ async def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
 async def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
     async with embedding(smollm2) as service:
         before = await service.embed(["Hello"], INPUT)
-        os.kill(service.pid, signal.SIGSTOP)  # so that what is asked now is not answered
+        os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
         asked = asyncio.create_task(service.embed(["Hello"], INPUT))
-        for _ in range(20):  # steps of this loop, until it is asked
+        for _ in range(20):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         os.kill(service.pid, signal.SIGKILL)
         with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):
@@ -184,7 +184,7 @@ async def test_a_process_that_hangs_is_ended(tmp_path):
 
 
 class Process:
-    """An embedding process that answers at once, each vector with the text itself."""
+    """An embedding process that answers at once; each vector contains the text itself."""
 
     def __init__(self, monkeypatch) -> None:
         self.is_alive, self.pid, self.asked = True, 0, []

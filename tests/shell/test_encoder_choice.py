@@ -1,4 +1,4 @@
-"""Which file encodes a model's pictures: the one that is named, the library's, one beside the model, or none."""
+"""Which file encodes a model's pictures: the named one, the library's, one next to the model, or none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MODEL, ENCODERS = "Tiny-3B-UD-Q4_K_XL.gguf", ("mmproj-BF16.gguf", "mmproj-F32.gg
 
 
 def test_the_library_serve_and_the_hub_choose_the_same_encoder(tmp_path, monkeypatch):
-    """In a repository with a folder for a quantisation, F16 comes first; another model's encoder is no choice."""
+    """In a repository with a folder for each quantisation, F16 comes first; other models' encoders are ignored."""
     files = [f"UD-Q4_K_XL/{MODEL}", "Tiny-3B-Q8_0.gguf", "Odd-1B-Q8_0.gguf", "mmproj-Odd-1B-F16.gguf", *ENCODERS]
     for name in files:
         path = tmp_path / "models" / "acme" / "Tiny-GGUF" / name
@@ -109,7 +109,7 @@ def test_types_that_are_taken_are_those_that_were_compared_with_libmtmd():
 
 
 def test_an_encoder_of_a_type_that_is_not_taken_is_refused_by_its_name_everywhere(command, model, tmp_path):
-    """One line for the owner, before anything starts; what a model without an encoder can it can."""
+    """The owner gets one line before anything starts; the model serves as one without an encoder."""
     unknown = encoder(tmp_path, "mmproj-F16.gguf", projector="cogvlm")
     with pytest.raises(ConfigError, match=r"mmproj-F16\.gguf: it has the type 'cogvlm', which .* \(--mmproj none\)"):
         encoder_file(unknown, model, None)

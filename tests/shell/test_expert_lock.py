@@ -1,4 +1,4 @@
-"""With ``--lock`` the experts that stay are pinned to memory, and no others; what leaves the pool is let go."""
+"""With ``--lock``, exactly the resident experts are pinned to memory; those that leave the pool are unlocked."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where pages are
 PAGE = mmap.PAGESIZE
 COUNT, LAYERS = 8, 2
 EXPERT = 16 * PAGE + PAGE // 2
-"""Two experts share the page between them, as they do in model files."""
+"""Neighbouring experts share a page, as in model files."""
 
 
 class Model:
-    """A file of ``LAYERS`` expert tensors that is mapped, as llama.cpp does, and its loader."""
+    """A memory-mapped file of ``LAYERS`` expert tensors, as llama.cpp maps it, and its loader."""
 
     def __init__(self, path: Path, pool_experts: int, *, lock: bool) -> None:
         path.write_bytes(os.urandom(EXPERT * COUNT * LAYERS))
@@ -47,7 +47,7 @@ class Model:
             pages.release()
 
     def locked(self) -> set[int]:
-        """The pages of the file that are locked, by number."""
+        """The numbers of the file's locked pages."""
         found: set[int] = set()
         start, inside = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -60,7 +60,7 @@ class Model:
         return found
 
     def pages_of(self, layer: int, number: int, *, inner: bool = False) -> set[int]:
-        """The pages that an expert has a share in, or (``inner``) all of."""
+        """The pages that an expert touches or, with ``inner``, fills."""
         first = (layer * COUNT + number) * EXPERT
         last = first + EXPERT
         if inner:
@@ -71,7 +71,7 @@ class Model:
         return {(layer, int(n)) for layer in range(LAYERS) for n in np.flatnonzero(self.loader.pool.held(layer))}
 
     def check(self) -> None:
-        """What is held is locked to its last page; what is not is not."""
+        """Assert that held experts are locked to their last page and others are not."""
         with self.loader._condition:
             locked, held = self.locked(), self.held()
             for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""Layers that stream by expert: the same logits as with everything in memory, and nothing read that no router picked."""
+"""Streaming by expert: logits match those with everything in memory, and only picked experts are read."""
 
 import json
 import os
@@ -38,21 +38,21 @@ OPTIONS = EngineOptions(context=256, sequences=1, rows=64, threads=1, batch_thre
 PROMPT = [1, *range(40, 80)]
 DECODED = 12
 COARSE = {"width": 512, "expert_feed_forward": 1024, "experts": 8, "layers": 4}
-"""Experts of many pages each, so that the pages they share with neighbours are few."""
+"""Experts of many pages, of which they share few with neighbours."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells and drops pages")
 
 
 @pytest.fixture(autouse=True)
 def _nobody_watches(monkeypatch):
-    """What is held is what the tests say, not more a second after a prompt or less where the machine is short of memory."""
+    """Tests alone decide what is held: no growth after a prompt, no shrinking when the machine is short of memory."""
     monkeypatch.setattr(PressureWatch, "sample", lambda *_, **__: Hold())
 
 
 def a_model(path, architecture="qwen3moe", **shape):
     synth.write_model(path, architecture=architecture, **shape)
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what is not on the disk yet cannot leave memory
+        os.fsync(file.fileno())  # only what is on disk can leave memory
     return read_header(path)
 
 
@@ -64,7 +64,7 @@ def files_of(header):
 
 
 def assigned(first, units, streamed, slots):
-    """Of a window of ``units`` all but what of the layers ``streamed``, or the output, has no room in ``slots``."""
+    """An assignment for ``units``: all is resident but what ``slots`` lack for the ``streamed`` layers or output."""
     sizes = [sum(part.size for part in unit) for unit in units.layers]
     output = sum(part.size for part in units.output)
     streams = [size for unit, size in enumerate([*sizes, output]) if unit in streamed]
@@ -81,7 +81,7 @@ def assigned(first, units, streamed, slots):
 
 
 class Run:
-    """The whole model, with ``streamed`` layers (None: nothing streams) and so many ``slots``."""
+    """The whole model with ``streamed`` layers (None: nothing streams) and ``slots`` pool slots."""
 
     def __init__(self, header, streamed, slots=2, usage=None):
         files = files_of(header)
@@ -110,7 +110,7 @@ class Run:
 
 
 def expected(header):
-    """What is computed, and the logits of each of it with everything in memory."""
+    """The chunks, and the logits of each with everything in memory."""
     chunks, found = [PROMPT], []
     with Run(header, None) as run:
         for _ in range(1 + DECODED):
@@ -217,12 +217,12 @@ def test_of_layers_on_a_gpu_only_experts_are_in_ram(whole, tmp_path):
 
 
 def present(loader):
-    """For each layer and expert the share of its bytes that is in memory."""
+    """The share of each expert's bytes in memory, by layer."""
     return [1 - np.max([tensor.missing() for tensor in layer], axis=0) for layer in loader._slices]
 
 
 class Watch:
-    """What routers picked and which pieces were read, a step at a time."""
+    """Records what routers picked and which pieces were read, step by step."""
 
     def __init__(self, monkeypatch):
         self.picked, self.read = set(), []
@@ -261,7 +261,7 @@ def test_only_picked_experts_are_read_and_no_other_is_touched(tmp_path, monkeypa
                 assert {layer for layer, _ in watch.picked} == {0, 1, 2, 3}, "every layer told its router's choice"
                 continue
             assert len(watch.picked) == 4 * 2
-            missed = watch.picked - held  # and some of those may have been driven out within the step
+            missed = watch.picked - held  # some of those may have been evicted within the step
             places = {
                 (tensor.whole.offset + e * (tensor.whole.size // 8), tensor.whole.size // 8)
                 for layer, e in watch.picked
@@ -366,7 +366,7 @@ def test_experts_that_the_system_took_back_while_the_ring_was_idle_are_noticed(t
         monkeypatch.setattr(loader.pool, "fill", lambda *_: ())
         same(run, steps[4:])
         assert loader.evicted_bytes > 0
-        with loader._condition:  # some of what is likely next may be on its way still
+        with loader._condition:  # some likely experts may still be on their way
             memory = present(loader)
             for layer in range(4):
                 arrived = [e for e in np.flatnonzero(loader.pool.held(layer)) if (layer, e) not in loader._arriving]

@@ -1,4 +1,4 @@
-"""What was counted of the use of experts is kept, and never without bound: the oldest goes when something is added."""
+"""Counts of expert use are kept within a bound: adding one removes the oldest."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path):
         os.utime(place / f"layer-{number}.json", (time.time() - 100 + number,) * 2)
     folder.bound()
     assert len(stored(place)) == 3
-    folder.save("layer-0", counted())  # it is there already, and the newest now
+    folder.save("layer-0", counted())  # it exists already, and becomes the newest
     folder.save("layer-3", counted())
     folder.bound()
     assert names(stored(place)) == ["layer-0.json", "layer-2.json", "layer-3.json"]

@@ -1,4 +1,4 @@
-"""Layers over real sockets: several sources, sources that die, stall or lie, a fetch that goes on where it ended."""
+"""Layers over real sockets: several sources; sources that die, stall or lie; fetches that resume."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def cache(tmp_path) -> LayerCache:
 def links(
     allows: Callable[[str], bool] = lambda key: key == ME.public,
 ) -> AbstractAsyncContextManager[zmq.asyncio.Context]:
-    """A ZeroMQ context that lets this test in, and a limit on the test's time."""
+    """A ZeroMQ context that trusts this test, with a limit on the test's time."""
     return gated(allows, patience_s=PATIENCE_S)
 
 
 class Counting:
-    """A layer that notes what is read of it, and calls ``stop`` with the number of reads before each."""
+    """A layer that logs its reads, and before each calls ``stop`` with their number."""
 
     def __init__(self, layer: LayerCut, log: list[int], stop: Callable[[int], object] = lambda _: None) -> None:
         self.size_bytes = layer.size_bytes
@@ -107,7 +107,7 @@ async def served(
     log: list[int] | None = None,
     stop: Callable[[int], object] = lambda _: None,
 ) -> AsyncIterator[Contact]:
-    """A server of ``layers``; what is read is noted in ``log``, after ``stop`` as ``Counting`` calls it."""
+    """A server of ``layers``; ``log`` and ``stop`` are those of ``Counting``."""
     noted: list[int] = [] if log is None else log
     by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, noted, stop) for layer in layers}
     async with running(context, by_digest, device) as source:
@@ -158,7 +158,7 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 def honest(layers: Sequence[LayerCut], lie: Answer = lambda _: None, *, silent: bool = False) -> Answer:
-    """Answers as a server of ``layers`` does, but for requests that ``lie`` has an answer for (or is silent about)."""
+    """Answers as a server of ``layers`` does, unless ``lie`` has a reply; if ``silent``, it sends no chunk."""
     by_digest = {layer.ref().digest: layer for layer in layers}
 
     def answer(request: TransferRequest) -> Reply:
@@ -188,7 +188,7 @@ async def fetch(
 
 
 def whole(cache: LayerCache, layers: Sequence[LayerCut]) -> None:
-    """The layers are in the cache, byte by byte."""
+    """Assert that the cache has the layers, byte for byte."""
     assert missing(cache, [layer.ref() for layer in layers]) == []
     for layer in layers:
         assert cache.path(layer.ref().digest).read_bytes()[HEADER_BYTES:] == b"".join(layer.chunks())
@@ -236,7 +236,7 @@ async def test_several_devices_fetch_at_once(layers, tmp_path):
 
 async def test_a_server_that_waits_holds_no_chunk_that_it_sent(layers, cache):
     class Data(bytearray):
-        """Bytes that can be referred to weakly."""
+        """Bytes that support weak references."""
 
     sent = list[weakref.ref[Data]]()
 
@@ -251,7 +251,7 @@ async def test_a_server_that_waits_holds_no_chunk_that_it_sent(layers, cache):
         running(context, {each.ref().digest: Weak(each, []) for each in layers}, "h") as source,
     ):
         await fetch(context, [source], layers, cache)
-        while any(each() is not None for each in sent):  # noqa: ASYNC110  (ZeroMQ's own thread lets go of the last ones)
+        while any(each() is not None for each in sent):  # noqa: ASYNC110  (ZeroMQ's own thread releases the last ones)
             await asyncio.sleep(0)
     assert sent
 
@@ -280,7 +280,7 @@ async def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
 async def test_the_first_address_that_answers_is_used(layers, cache):
     async with links() as context, served(context, layers) as source:
         with socket.socket() as silent:
-            with contextlib.suppress(OSError):  # where the system has no further addresses of loopback
+            with contextlib.suppress(OSError):  # some systems have no other loopback addresses
                 silent.bind(("127.0.0.2", source.port))
                 silent.listen()
             many = here("head", source.key, source.port, "nonsense", "127.0.0.2", "127.0.0.3", "127.0.0.1")
@@ -300,7 +300,7 @@ async def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
 
 
 async def test_two_sources_share_the_work(layers, cache):
-    """Each gives nothing before the other one was asked as well."""
+    """Neither sends anything before the other is asked as well."""
     logs: tuple[list[int], list[int]] = ([], [])
     asked = (threading.Event(), threading.Event())
 
@@ -330,7 +330,7 @@ async def test_each_source_gives_what_only_it_has(layers, cache):
 
 
 async def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
-    """The other one gives nothing before."""
+    """The other source sends nothing before."""
     hit = threading.Event()
 
     async def kill(dead: asyncio.Event, task: asyncio.Task[None]) -> None:
@@ -362,7 +362,7 @@ async def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplo
 
 
 async def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, caplog):
-    """The other one gives nothing before."""
+    """The other source sends nothing before."""
 
     def lines() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.name == "primad.layers.fetch"]
@@ -392,7 +392,7 @@ async def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cac
 
 
 async def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
-    """Nor does one that falls silent after its first answers hold up the fetch."""
+    """A source that falls silent after its first replies does not hold up the fetch."""
     stalling = judge_silence(monkeypatch)
     async with (
         links() as context,
@@ -411,11 +411,11 @@ async def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(l
     whole(cache, layers)
 
 
-# ---- nobody is left -------------------------------------------------------------------------------------------------
+# ---- no source is left ----------------------------------------------------------------------------------------------
 
 
 async def refusal(answer: Answer, layer: LayerCut, cache: LayerCache, **timings: float) -> ClusterError:
-    """The error of fetching ``layer`` from a source that answers so."""
+    """The error of fetching ``layer`` from a source with these replies."""
     async with links() as context, answering(context, answer) as source:
         with pytest.raises(ClusterError) as caught:
             await fetch(context, [source], [layer], cache, **timings)
@@ -561,7 +561,7 @@ async def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache):
             await fetch(context, [here("odd", new_identity().public, 1, "tcp://127.0.0.1")], layers[:1], cache)
 
 
-# ---- an end before the end ------------------------------------------------------------------------------------------
+# ---- early ends -----------------------------------------------------------------------------------------------------
 
 
 async def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
@@ -745,7 +745,7 @@ async def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
         odd = _client(context, source)
         await odd.send(bytes(MAX_REQUEST_BYTES + 1))
         await odd.send(encode(AskPresent(digests=[""])))
-        await odd.recv_multipart()  # on the connection after the one that was closed
+        await odd.recv_multipart()  # over the connection after the closed one
         await fetch(context, [source], layers[:1], cache)
         odd.close()
     assert cache.has(layers[0].ref())
@@ -778,12 +778,12 @@ async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog)
             grabbing, asking = _client(context, source, greedy), _client(context, source, modest)
             for _ in range(20 * REQUESTS_WAITING):
                 await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))
-            while not lines():  # questions are answered while all readers are busy
+            while not lines():  # queries are answered while all readers are busy
                 await asking.send(encode(AskPresent(digests=[ref.digest])))
                 assert await asking.recv_multipart() == [encode(Present(held=[True]))]
             await asking.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
             await asking.send(encode(AskPresent(digests=[ref.digest])))
-            await asking.recv_multipart()  # so the request before it is in its line
+            await asking.recv_multipart()  # so the request before it is queued
             released.set()
             _, data = await asking.recv_multipart()
             assert data == layers[2].read(CHUNK_BYTES, 8)
@@ -831,14 +831,14 @@ async def test_a_ref_is_asked_for_once(layers, cache):
     assert log == [0]
 
 
-# ---- hashing that nobody waits for any more -------------------------------------------------------------------------
+# ---- abandoned hashing ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["in the cache", "in the model"])
 async def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
     big = layers[2]
     put(cache, big)
-    again = LayerCache(cache.path(big.ref().digest).parent)  # it has not looked at what is there
+    again = LayerCache(cache.path(big.ref().digest).parent)  # it has not scanned the folder yet
     fresh = dataclasses.replace(big, known=None)
     begun, may_go_on, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest
 
@@ -864,7 +864,7 @@ async def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(
 
 
 async def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
-    """Cancelled twice, as a task of a group that ends is."""
+    """The waiter is cancelled twice, as a task of a group that ends is."""
     begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
 
     def fails() -> None:

@@ -1,4 +1,4 @@
-"""KV cells over real sockets: several sources, sources that die, stall or lie, what is held and forgotten meanwhile."""
+"""KV blocks over real sockets: several sources; sources that die, stall or lie; blocks kept and forgotten meanwhile."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
 
 
 async def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_for_the_rest(tmp_path):
-    """As much memory as it says would be taken for what it may send a little at a time."""
+    """The reply would reserve as much memory as the source claims, while it may send a little at a time."""
     blocks, asked = chain(4), list[FetchCells]()
 
     def answer(request: TransferRequest) -> Reply:

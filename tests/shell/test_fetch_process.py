@@ -63,7 +63,7 @@ def layer(model) -> LayerCut:
 
 @contextmanager
 def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Contact]]:
-    """A process that serves the layer of ``model``, two chunks a second."""
+    """A process that serves the layer of ``model`` at two chunks a second."""
     command = [sys.executable, "-c", SERVER, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -77,7 +77,7 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Contact]]:
 async def fetch(
     model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool, stalling: set[str]
 ) -> None:
-    """Fetch ``layer``, and send ``number`` to the source at the first bytes."""
+    """Fetch ``layer``; when the first bytes arrive, send signal ``number`` to the source."""
     with serving(model) as (process, source):
         context, identity, begun = zmq.asyncio.Context(), new_identity(), asyncio.Event()
 
@@ -88,7 +88,7 @@ async def fetch(
                 begun.set()
 
         async def join(server: LayerServer) -> None:
-            await begun.wait()  # it answers only once the first one has been hit
+            await begun.wait()  # it answers only after the first one was hit
             await server.run()
 
         sources, server = [source], LayerServer(context, "127.0.0.1", identity, {layer.ref().digest: layer}.get)
@@ -109,13 +109,13 @@ async def fetch(
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 async def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
     cache = LayerCache(tmp_path / "cache")
-    stalling = judge_silence(monkeypatch) if name == "SIGSTOP" else set()  # who is killed is noticed at once
+    stalling = judge_silence(monkeypatch) if name == "SIGSTOP" else set()  # a killed source is noticed at once
     await fetch(model, layer, cache, getattr(signal, name), other=True, stalling=stalling)
     assert cache.has(layer.ref())
 
 
 async def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):
-    """It closed the connection, and was not given up for its silence."""
+    """Its connection closed; no timeout was needed."""
     cache = LayerCache(tmp_path / "cache")
     with pytest.raises(ClusterError) as caught:
         await fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False, stalling=set())

@@ -1,4 +1,4 @@
-"""Pictures by URL: from which addresses the head fetches them, and what a site cannot make of it."""
+"""Pictures by URL: the addresses from which the head fetches them, and what a site cannot abuse."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_public_address_of_this_devices_own_network_is_of_this_network():
 
 @asynccontextmanager
 async def site(*responses: bytes):
-    """A server that gives each request the next of ``responses``; its port, and the requests so far."""
+    """A server that answers each request with the next of ``responses``; its port and the requests so far."""
     asked, rest = list[bytes](), list(responses)
 
     async def serve(reader, writer):

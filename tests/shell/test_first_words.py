@@ -1,4 +1,4 @@
-"""What a newcomer is told where something is not as he expects: in one line, by what and what to do."""
+"""Errors that newcomers meet: one line with the cause and the remedy."""
 
 from __future__ import annotations
 

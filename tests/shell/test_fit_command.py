@@ -14,7 +14,7 @@ from tools.synth import write_model
 
 @pytest.fixture
 def fit(command):
-    """Runs ``primad fit`` with the arguments; gives exit code, output and error output."""
+    """Runs ``primad fit`` with the arguments; returns exit code, output and error output."""
     return lambda *arguments: command("fit", "--time-limit", "60", *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Floods of connections against a server in a process of its own: it goes on serving, and its memory stays small."""
+"""Floods of connections against a server in a process of its own: it keeps serving, and its memory stays small."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.figures import note
 from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SERVER, STRANGER, ZMTP_CURVE, raw, until_closed
 
 FLOOD_S = 200
-"""The longest that a flood may take: a thousand handshakes take minutes where the machine is busy with other things."""
+"""The time limit of a flood: a thousand handshakes take minutes on a busy machine."""
 
 
 def serve(ready: Connection, server: Identity, trusted: set[str]) -> None:
-    """Echo what trusted devices say, until the process is ended."""
+    """Echo the messages of trusted devices until the process is killed."""
 
     async def echo() -> None:
         raise_descriptor_limit()
@@ -42,7 +42,7 @@ def serve(ready: Connection, server: Identity, trusted: set[str]) -> None:
 
 @contextmanager
 def server_process() -> Iterator[tuple[int, psutil.Process]]:
-    """The port of a server that trusts the friend, and its process."""
+    """The port and the process of a server that trusts the friend."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, SERVER, {FRIEND.public}))
     process.start()
@@ -58,7 +58,7 @@ def server_process() -> Iterator[tuple[int, psutil.Process]]:
 
 @contextmanager
 def client_of(port: int, who: Identity = FRIEND, kind: int = zmq.DEALER) -> Iterator[zmq.asyncio.Socket]:
-    """A client of the server at ``port``, and an end to all that belongs to it."""
+    """A client of the server at ``port``, closed after the block."""
     context = zmq.asyncio.Context()
     client = open_socket(context, kind, identity=who, server=SERVER.public)
     client.connect(endpoint(HOST, port))
@@ -70,7 +70,7 @@ def client_of(port: int, who: Identity = FRIEND, kind: int = zmq.DEALER) -> Iter
 
 
 async def asks(client: zmq.asyncio.Socket) -> float:
-    """Have ``client`` answered; how many seconds that took."""
+    """Ask for an echo; returns the seconds until it arrives."""
     asked_at = asyncio.get_running_loop().time()
     await client.send(b"hello")
     assert await client.recv() == b"hello"
@@ -78,9 +78,9 @@ async def asks(client: zmq.asyncio.Socket) -> float:
 
 
 async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list[float]:
-    """How long each answer to the friend took while ``attack`` went on, and then to a new connection, seconds.
+    """Seconds of each reply to the friend during ``attack``, and then of one over a new connection.
 
-    The attack has a thread of its own: the friend's times are not those that a thousand attackers take of its event loop.
+    The attack has its own thread, so that a thousand attackers do not slow the friend's event loop.
     """
 
     async def bounded() -> None:
@@ -101,7 +101,7 @@ async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list
 
 
 async def thousand_silent(port: int) -> None:
-    """A thousand connections that say nothing, until the server has had enough of them."""
+    """A thousand silent connections, until the server drops them."""
     found = await asyncio.gather(*(raw(port) for _ in range(1000)))
     for reader, writer in found:
         await until_closed(reader)
@@ -109,7 +109,7 @@ async def thousand_silent(port: int) -> None:
 
 
 async def thousand_greetings(port: int) -> None:
-    """A thousand that greet and then promise a large frame, of which they send a megabyte together."""
+    """A thousand connections that greet and announce a large frame, but send a megabyte in total."""
     found = await asyncio.gather(*(raw(port) for _ in range(1000)))
     for _, writer in found:
         writer.write(ZMTP_CURVE + b"\x06" + MAX_MESSAGE_BYTES.to_bytes(8, "big") + bytes(1000))
@@ -119,8 +119,8 @@ async def thousand_greetings(port: int) -> None:
 
 
 async def thousand_strangers(port: int) -> None:
-    """A thousand complete handshakes with a key that is not trusted."""
-    with client_of(port, STRANGER, zmq.ROUTER) as stranger:  # a DEALER would connect once only
+    """A thousand complete handshakes with an untrusted key."""
+    with client_of(port, STRANGER, zmq.ROUTER) as stranger:  # a DEALER would connect only once
         watch = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         for _ in range(999):
             stranger.connect(endpoint(HOST, port))
@@ -130,7 +130,7 @@ async def thousand_strangers(port: int) -> None:
 
 
 async def hundred_dribblers(port: int) -> None:
-    """A hundred that send the greeting a byte at a time and never come to its end in time."""
+    """A hundred connections that send the greeting byte by byte and do not finish in time."""
 
     async def dribble() -> None:
         reader, writer = await raw(port)
@@ -161,5 +161,5 @@ async def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Calla
         note("answer in a flood", max(answers), f"{len(answers)} answers; {growth / 2**20:.1f} MiB more")
         assert len(answers) >= 2
         assert growth < MAX_GROWTH_BYTES
-        while sys.platform == "linux" and process.num_fds() >= 100:  # noqa: ASYNC110  (the last are still being closed)
+        while sys.platform == "linux" and process.num_fds() >= 100:  # noqa: ASYNC110  (the last ones are still closing)
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Who gets through the gate: whoever is not trusted gets nothing, and who is trusted does not notice the others."""
+"""The gate: untrusted peers get nothing, and trusted ones do not notice them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_message_that_came_through_no_gate_has_no_sender():
     context.destroy(linger=0)
 
 
-# what the gate says and survives
+# the gate's log lines, and what it survives
 
 
 async def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):

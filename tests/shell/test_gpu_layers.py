@@ -1,4 +1,4 @@
-"""What goes to the GPU, as llama.cpp counts it: the output matrix is one more layer, the last, and is offloaded first."""
+"""GPU layers as llama.cpp counts them: the output matrix is one more layer, the last, and is offloaded first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_gpu(layers: int, output: OutputPlace) -> WindowSource:
     ("layers", "output", "reported"),
     [
         (0, False, 0),
-        (1, False, 2),  # hidden states: the stand-in of the output goes along
+        (1, False, 2),  # hidden states: the output's placeholder counts too
         (8, False, 9),
         (0, True, 1),
         (1, True, 2),
@@ -48,7 +48,7 @@ def test_the_output_counts_as_the_last_layer(layers, output, reported):
     ("layers", "output", "reported"), [(0, "cpu", 0), (0, "gpu", 1), (1, "gpu", 4), (8, "gpu", 11)]
 )
 def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, output, reported):
-    """They come between a whole model's other layers and its output."""
+    """They lie between a whole model's other layers and its output."""
     assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output=output), 2) == reported
 
 
@@ -88,7 +88,7 @@ def test_only_the_tail_has_an_output(tmp_path):
 
 
 def placed_by_llama_cpp(split: list[int], layers: int, reported: int) -> list[int | None]:
-    """On which GPU, by its number in the list, llama.cpp has each layer and the output, by its own rule in float32."""
+    """The index of the GPU where llama.cpp places each layer and the output, by its own rule in float32."""
     points = np.cumsum(np.array(split, np.float32), dtype=np.float32)
     points /= points[-1]
     first, count = max(layers + 1 - reported, 0), min(reported, layers + 1)

@@ -1,4 +1,4 @@
-"""A GPU without room, and one whose driver ends the ring process: fewer layers are on it, or none, and the device serves."""
+"""A GPU without room, or whose driver ends the ring process: it gets fewer layers or none, and the device serves."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_window_without_gpu_is_loaded_once(tmp_path):
 
 
 def test_a_gpu_that_its_driver_lost_is_no_lack_of_memory(tmp_path):
-    """With less on it nothing is won, and whoever hears of it leaves it out."""
+    """Fewer layers would not help, so nothing else is tried; after two failures the GPU is left out."""
     tried, why = [], "llama.cpp cannot open a context of 64 tokens: vk::Queue::submit: ErrorDeviceLost"
 
     def load(each: Open) -> Open:
@@ -199,7 +199,7 @@ def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
 
 
 class Care(GpuCare):
-    """``device`` is as it is measured, ``again`` holds why processes were to load once more."""
+    """A ``GpuCare`` with ``device`` as its profile; ``again`` lists the reasons why processes were to load again."""
 
     def __init__(self, limits: OwnerLimits = NO_LIMITS) -> None:
         super().__init__(limits, look_every_s=0.001)
@@ -398,7 +398,7 @@ def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():
 
 
 def test_a_gpu_that_was_left_out_is_back_when_the_other_was_the_one_that_failed():
-    """What a head knows of a worker lacks it by then."""
+    """By then, the head's profile of the worker lacks it."""
     care, crash = Care(), RingError("the ring process was ended by SIGSEGV")
     known = care.now(BOTH)
     for _ in range(3):

@@ -24,7 +24,7 @@ KEY = bytes(range(32))
 
 
 def linked(ranks, timeout_s=20.0, *, halves=False):
-    """The exchanges of all ranks, over socket pairs."""
+    """The exchanges of all ranks, connected by socket pairs."""
     peers, hellos = [[] for _ in range(ranks)], [RankHello.of(rank, ranks) for rank in range(ranks)]
     for one in range(ranks):
         for other in range(one):
@@ -39,7 +39,7 @@ def linked(ranks, timeout_s=20.0, *, halves=False):
 
 
 def together(exchanges, run):
-    """What ``run(rank, exchange)`` returns or raises on each rank, in a thread each."""
+    """What ``run(rank, exchange)`` returns or raises on each rank, each in its own thread."""
     results = [None] * len(exchanges)
 
     def rank(number):
@@ -202,7 +202,7 @@ def test_a_rank_that_polled_in_vain_sleeps_at_once_until_waits_are_short_again()
 
 
 def sealed(hellos, content):
-    """The first frame of rank 1 for rank 0."""
+    """The first frame from rank 1 to rank 0."""
     return bytearray(Direction(KEY, hellos[1], hellos[0]).seal(PART, content, memoryview(bytearray(FRAME_ROOM))))
 
 
@@ -234,7 +234,7 @@ def test_a_frame_that_comes_again_is_not_believed():
 
 
 def groups(ranks, keys, *, before=None):
-    """What ``connect_group`` makes of each rank's key, in a thread each."""
+    """The result of ``connect_group`` with each rank's key, each in its own thread."""
     listeners = [GroupListener("127.0.0.1") for _ in range(ranks)]
     addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
     if before is not None:

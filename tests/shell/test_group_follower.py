@@ -1,4 +1,4 @@
-"""The ranks of a group behind the first one do what it does: steps of the ring's log, with shares of its layers."""
+"""Later ranks of a group follow the first: they compute the steps of the ring's log with their shares of its layers."""
 
 import socket
 import threading
@@ -31,7 +31,7 @@ from tools import synth
 
 OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 PATIENCE_S = 600.0
-"""However slow the machine and its disk are."""
+"""Enough for slow machines and disks."""
 LIMITS = StepLimits(ring=1, epoch=1, windows=frozenset((0, 1)), width=64, rows=64, context=256, sequences=2)
 TOKENS = np.random.default_rng(0).integers(1, 250, 100).astype(np.int32)
 
@@ -40,7 +40,7 @@ BLOCK = block("root", None, TOKENS[:40].tolist(), [40])
 
 
 def pair():
-    """The exchanges of two ranks."""
+    """The exchanges of two connected ranks."""
     ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
     exchanges = []
     for rank, end in enumerate(ends):
@@ -73,7 +73,7 @@ def step(number, count, position, sequence=0, ops=()):
 LOG = [
     step(0, 40, 0),
     step(1, 1, 40),
-    step(2, 1, 40, 1, [KvCopy(0, 1, 40)]),  # the same row in a copy
+    step(2, 1, 40, 1, [KvCopy(0, 1, 40)]),  # the same token in a copied sequence
     step(3, 2, 41),
     step(4, 0, 0, ops=[KvRemove(0, 41, -1)]),
     step(5, 1, 41, 0),
@@ -145,7 +145,7 @@ def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path, monk
     thread = threading.Thread(target=follow)
     thread.start()
     windows = windows_of(header, 0, tmp_path / "0", exchanges[0], embedding)
-    found = computed(windows, tmp_path / "cells")  # of both, which know their own by rank
+    found = computed(windows, tmp_path / "cells")  # of both ranks, whose blocks differ by rank
     exchanges[0].close()
     thread.join()
     whole = windows_of(header, 0, tmp_path / "whole", None, embedding)

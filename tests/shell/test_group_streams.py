@@ -1,4 +1,4 @@
-"""Shares of layers stream as windows do: each rank reads its own, and the bits are those of shares in memory."""
+"""Shares of layers stream as windows do: each rank reads its own, with the same bits as shares in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A head that looks after KV cells: replicas hear of them, rings go on from them, and nobody keeps what is over."""
+"""A head that manages KV blocks: replicas are notified, rings resume from blocks, and unneeded ones are dropped
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from tests.shell.test_head_daemon import Lab, Stream, header, lab
 __all__ = ["header", "lab"]
 
 PROMPT = list(range(100, 140))
-"""Two chunks of 16 tokens, and a rest."""
+"""Two chunks of 16 tokens and a remainder."""
 
 
 def chain(count: int, rows: int = 2) -> list[KvBlock]:
-    """Blocks of an answer whose prompt has two tokens, the first of them that prompt's."""
+    """KV blocks of a request; the first is its two-token prompt."""
     blocks: list[KvBlock] = []
     for number in range(count):
         blocks.append(keys.block("root", blocks[-1] if blocks else None, [number] * rows, [rows * (number + 1)]))
@@ -37,7 +39,7 @@ def chain(count: int, rows: int = 2) -> list[KvBlock]:
 
 
 def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
-    """What the head's ring process would have kept."""
+    """Blocks as the head's ring process would have kept them."""
     store = KvStore(here.home / "cells")
     for block in blocks:
         size = 4 * (block.end - block.start)
@@ -58,7 +60,7 @@ def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
 
 
 async def answering(here: Lab, *names: str) -> tuple[list[FakeDevice], FakeRing, Stream, int]:
-    """A ring of ``names`` that keeps KV cells, and an answer that it writes."""
+    """A ring of ``names`` that keeps KV blocks, and a request that it computes."""
     here.rings.keeps = True
     devices = [here.device(name) for name in names]
     here.start()
@@ -191,7 +193,7 @@ async def test_a_group_is_given_no_cells_of_a_ring_without_its_shares():
 @pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])
 async def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows):
     async with lab() as here:
-        here.more_options = {"exact_replay_s": max_s}  # at 20 tokens a second, which are taken for likely
+        here.more_options = {"exact_replay_s": max_s}  # at an assumed 20 tokens/s
         (_, lap), ring, stream, request = await answering(here, "nas", "lap")
         ring.draw(request, *range(10))
         await stream.has(*range(10))
@@ -206,7 +208,7 @@ async def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s,
 
 
 async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
-    """What ``ring`` is told of an answer to ``prompt`` for ``owner``, who leaves again."""
+    """The ``Generate`` that ``ring`` gets for a request of ``owner``, which is cancelled at once."""
     before = len(ring.generates)
     asked = Generate(request=0, prompt=prompt, sampled=[], max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
     answer = here.backend.generate(asked)
@@ -219,7 +221,7 @@ async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMP
 
 
 def blocks_of(here: Lab, generate: Generate) -> list[KvBlock]:
-    """The blocks of its prompt that can be of use."""
+    """The blocks of its prompt that can be reused."""
     assert here.daemon is not None
     chunking = here.serving.kv._chunking
     assert chunking is not None
@@ -244,7 +246,7 @@ async def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shar
         assert [hold.blocks for hold in nas.held if hold.verify] == [blocks]
         for_bob = await asked(here, ring, "bob")
         assert (for_bob.root == generate.root) == shares
-        assert for_bob.blocks == []  # of another key, or in a sequence of the ring already
+        assert for_bob.blocks == []  # they have another key, or are in a sequence of the ring already
         ring.forget(*blocks)
         assert ((await asked(here, ring, "bob")).blocks == blocks) == shares
         assert (await figures(here))["found_tokens"] == 32 + 32 * shares

@@ -1,4 +1,4 @@
-"""A head on loopback with devices that do what the test says: rings come and go, streams go on."""
+"""A head on loopback with scripted devices: rings come and go, streams continue."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ TIMINGS = Timings(
     membership=MembershipTimings(settle_s=0.2, greeting_s=PATIENCE_S),
     head=HeadTimings(look_s=0.3, trust_look_every_s=0.05),
 )
-"""A head looks often, and lets a busy machine take its time."""
+"""The head looks often, but waits long enough for a busy machine."""
 QUICK = {"heartbeat_interval": 0.05, "suspect_after": 1.0, "gone_after": 4.0}
-"""For tests in which a device falls silent; in all others none does, however long the machine keeps this process waiting."""
+"""For tests in which a device falls silent; in all others none does, however long the machine pauses this process."""
 
 
 class Stream:
-    """One answer, read as the API reads it."""
+    """The stream of one request, read as the API reads it."""
 
     def __init__(self, backend: RingBackend) -> None:
         self.tokens: list[int] = []
@@ -96,26 +96,26 @@ class Stream:
                 self._news.notify_all()
 
     async def has(self, *tokens: int) -> None:
-        """Until all of ``tokens``, and nothing else, have arrived."""
+        """Wait until exactly ``tokens`` have arrived."""
         async with self._news:
             await self._news.wait_for(lambda: len(self.tokens) >= len(tokens))
         assert self.tokens == list(tokens)
 
     async def ends(self) -> Finished:
-        """How it ended."""
+        """Wait for the end; returns how the stream ended."""
         await self.task
         assert self.end is not None, "a stream ended without a word"
         return self.end
 
 
 def decoded(compute_s: float, *, token_s: float | None = None) -> Status:
-    """What a ring process says whose latest tokens took ``compute_s`` each."""
+    """The status of a ring process whose latest tokens took ``compute_s`` each."""
     figures = DecodeStatus(tokens=MIN_TOKENS, token_s=token_s, compute_s=compute_s, stall_s=0.0, read_bytes=0.0)
     return Status(steps=9, rows=9, compute_s=1.0, hop_s=[], rss_bytes=1, private_bytes=1, refused=0, decode=figures)
 
 
 def prediction(*, desk_s: float, nas_s: float) -> Prediction:
-    """A token that takes so long on two devices, and nothing in between."""
+    """A prediction with these times per token on two devices and no time for hops."""
     zeros = dict.fromkeys((each.name for each in fields(DevicePrediction)), 0)
     devices = [
         DevicePrediction(**zeros | {"device": name, "compute_s": compute_s, "each_gpu": ()})
@@ -136,7 +136,7 @@ def prediction(*, desk_s: float, nas_s: float) -> Prediction:
 
 
 def as_solved(asked: PlanRequest, solved: SimpleNamespace, flash: bool | None = None) -> SimpleNamespace:
-    """In place of ``complete``: nothing besides what was asked for, with other attention if that is said."""
+    """Replaces ``complete``: the plan that was asked for, with ``flash`` if given, and nothing else."""
     work = solved.workload if flash is None else replace(solved.workload, flash=flash)
     return SimpleNamespace(
         plan=solved.solution.plan,
@@ -154,7 +154,7 @@ def as_solved(asked: PlanRequest, solved: SimpleNamespace, flash: bool | None = 
 
 
 class Lab:
-    """A head that runs, and what is around it."""
+    """A running head and its surroundings."""
 
     def __init__(self, home: Path, context: zmq.asyncio.Context, header: Header) -> None:
         self.context, self.home, self.header = context, home, header
@@ -172,7 +172,7 @@ class Lab:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def device(self, name: str, *, trusted: bool = True, seen: bool = True, **changes: object) -> FakeDevice:
-        """A worker named ``name`` that runs."""
+        """A running worker named ``name``."""
         made = FakeDevice(self.context, name, **changes)
         if trusted:
             self.trust.add(trusted_now(name, made.key, BY_HAND))
@@ -191,7 +191,7 @@ class Lab:
         self.running = asyncio.create_task(self.daemon.run())
 
     def start_without_model(self, flags: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Run the head; models begin and end."""
+        """Run the head without a model; tests begin and end them."""
         self._make(None, False, TIMINGS, flags)
         assert self.daemon is not None
         self.running = asyncio.create_task(self.daemon.run())
@@ -229,26 +229,26 @@ class Lab:
         self.daemon = HeadDaemon(node, options, profile=self.profile, reporter=self)
 
     async def serves(self, *workers: str, after: int = 0) -> FakeRing:
-        """The ring of exactly ``workers`` that serves, of an epoch behind ``after``, once there is one."""
+        """Wait until the ring of exactly ``workers`` serves, with an epoch after ``after``."""
         ring = await self.rings.find(lambda each: each.formed and each.epoch > after and each.workers == set(workers))
         await self.emits(f"ring {ring.epoch}: ")
         assert (await self.backend.status())["epoch"] == ring.epoch
         return ring
 
     async def stream(self, ring: FakeRing) -> tuple[Stream, int]:
-        """A new answer that ``ring`` computes, and the number of its request."""
+        """A new stream on ``ring``, and the number of its request."""
         before = len(ring.generates)
         stream = Stream(self.backend)
         await self.rings.find(lambda each: each is ring and len(each.generates) > before)
         return stream, ring.generates[-1].request
 
     async def emits(self, start: str) -> str:
-        """The first line for the owner that begins so, once it was said."""
+        """Wait for the first line to the owner that begins with ``start``."""
         async with self._lines:
             await self._lines.wait_for(lambda: any(line.startswith(start) for line in self.printed))
         return next(line for line in self.printed if line.startswith(start))
 
-    # what a reporter does
+    # methods of a reporter
 
     def report_line(self, line: str) -> None:
         self.printed.append(line)
@@ -260,10 +260,10 @@ class Lab:
         assert phase == "links"
 
     def wait(self, words: str) -> None:
-        """Nobody looks."""
+        """Nothing is displayed."""
 
     def resolve(self) -> None:
-        """Nothing is sampled here."""
+        """No display needs an update."""
 
     async def _notify(self) -> None:
         async with self._lines:
@@ -271,7 +271,7 @@ class Lab:
 
 
 class NoTexts:
-    """Nothing is asked here."""
+    """Stands in for the text process where no test uses it."""
 
     async def pieces(self) -> object:
         return object()
@@ -377,7 +377,7 @@ async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_kn
         await here.serving.planner.foreseeing
         as_measured = here.solver.step_s
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
-        answers = 5  # until what they took is certain
+        answers = 5  # enough for the times to count
         for _ in range(answers):
             stream, request = await here.stream(ring)
             ring.finish(request, MIN_TOKENS)
@@ -454,7 +454,7 @@ async def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab)
 
 
 def impatient() -> Timings:
-    """A device that does not say who it is is asked again at once."""
+    """Timings with which a device that does not identify itself is soon asked again."""
     return replace(
         TIMINGS,
         network=replace(TIMINGS.network, probe_timeout_s=0.2),
@@ -718,7 +718,7 @@ async def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
 
 @pytest.mark.parametrize("forms_again", [True, False])
 async def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, forms_again):
-    """A ring that breaks over it, serving or while it is formed, is not formed again at once."""
+    """A ring that breaks over it, while serving or while being formed, is not formed again at once."""
     async with lab() as here:
         path = str(here.header.path)
         unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
@@ -795,7 +795,7 @@ async def test_with_parallel_tensor_a_device_that_comes_has_a_share_even_if_that
 async def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on_with_their_attention(
     lab, monkeypatch, may_keep
 ):
-    """The ring was planned for while nothing was answered; now another one is, which keeps the attention if any can."""
+    """The ring was planned without requests; the next one is planned to keep the request's attention if possible."""
 
     def attends(asked: PlanRequest, solved: SimpleNamespace) -> SimpleNamespace:
         keeps = asked.keeps_attention and may_keep
@@ -895,7 +895,7 @@ async def test_a_device_without_a_part_may_leave_at_once(lab):
 
 
 async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
-    """``device`` has 123 bytes left for its part in ``ring``."""
+    """Report that ``device`` has 123 bytes left for its stage in ``ring``."""
     ring.inputs.devices.workers[device.name].attend(
         SimpleNamespace(epoch=ring.epoch, compare=lambda number, state: None)
     )
@@ -903,7 +903,7 @@ async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
 
 
 async def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
-    """The plan is solved for the memory that it has left; the first ring serves until the second is there."""
+    """The new plan fits the memory that is left; the first ring serves until the second is ready."""
     async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
@@ -976,7 +976,7 @@ async def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_
 
 
 async def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
-    """It looks by itself: a head that was short of memory measures until there is room again."""
+    """A head that was short of memory samples it until there is room again."""
     now = iter(range(0, 10**6, 30))
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
     async with lab() as here:
@@ -1121,7 +1121,9 @@ async def test_a_plan_with_the_same_windows_is_no_relief(lab):
         await report_memory_low(first, nas)
         await here.emits("no other plan asks less of nas: the best one has the same windows")
         assert not first.closed
-        await here.solver.wait(lambda: here.solver.precomputed.count(("desk",)) == 2)  # with what is left now
+        await here.solver.wait(
+            lambda: here.solver.precomputed.count(("desk",)) == 2
+        )  # with the memory that is left now
 
 
 async def test_a_head_that_ends_closes_its_ring(lab):
@@ -1179,7 +1181,7 @@ async def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_
 
 
 def fails_once(monkeypatch, holder: object, name: str) -> None:
-    """The first call of a coroutine function fails as no code of ours means to."""
+    """Make the first call of a coroutine function fail unexpectedly."""
     real = getattr(holder, name)
 
     async def first(*_: object, **__: object) -> None:
@@ -1234,7 +1236,7 @@ async def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
 
 
 async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
-    """On a machine that stops for a while between two looks at its clock."""
+    """The machine may pause between two reads of the clock."""
     decide = core_loop_module.step
 
     def slowly(state: State, event: Event, now: float) -> tuple[State, list[Effect]]:

@@ -21,7 +21,7 @@ __all__ = ["header", "lab"]
 
 
 class Model:
-    """A model that is served in a lab beside others."""
+    """A further model served in a lab."""
 
     def __init__(self, here: Lab, name: str) -> None:
         assert here.daemon is not None

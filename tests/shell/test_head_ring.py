@@ -1,4 +1,4 @@
-"""What the head's own ring process says besides answers and figures."""
+"""Messages of the head's ring process other than tokens and figures, and which device is at fault."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Takes:
     """A ring process that takes no command."""
 
     async def send(self, command: RingCommand) -> None:
-        """It takes no command, and whoever has one for it waits."""
+        """Wait for ever."""
         await asyncio.Future()
 
 
 def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
-    """What a ring of epoch 5 is formed from, as far as a test needs it."""
+    """The inputs of a ring of epoch 5, as far as tests need them."""
     forecast = SimpleNamespace(plan=plan, prediction=None)
     return SimpleNamespace(forecast=forecast, epoch=EPOCH, **others)
 
@@ -97,7 +97,7 @@ async def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
 
 
 async def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
-    """Forming was cancelled, and the process not ended yet."""
+    """Forming was cancelled, but the process has not ended yet."""
     kv = SimpleNamespace(expect=lambda _, of: None)
     ring = HeadRing(SimpleNamespace(epoch=1, node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
     for wanted in (ring._own, ring._serving, ring._drained):
@@ -107,7 +107,7 @@ async def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
 
 
 class Answers:
-    """A worker's part, or the head's own process, whose ring process has computed so many steps when it is asked."""
+    """A stage, or the head's own process, whose ring process reports these step counts in turn."""
 
     def __init__(self, *steps: int) -> None:
         self._steps = list(steps)
@@ -129,7 +129,7 @@ class Answers:
 
 
 def looking(*, own: tuple[int, ...] = (7, 7), plan: Plan | None = None, **workers: tuple[int, ...]) -> HeadRing:
-    """The ring of ``PAIR``, whose devices have computed so many laps when they are asked, one time after the other."""
+    """The ring of ``PAIR``, whose devices report these numbers of ring passes in turn."""
     impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
     service = SimpleNamespace(options=SimpleNamespace(step_timeout_s=120.0))
     ring = HeadRing(inputs_of(plan or PAIR, node=SimpleNamespace(timings=impatient), service=service))
@@ -140,21 +140,21 @@ def looking(*, own: tuple[int, ...] = (7, 7), plan: Plan | None = None, **worker
 
 
 def overdue(waited_s: float, *, is_first: bool = False) -> Overdue:
-    """Four laps came back; the fifth one is step 12, and late."""
+    """Four ring passes are complete; the fifth, step 12, is late."""
     return Overdue(step=12, waited_s=waited_s, ring_passes=4, is_first=is_first)
 
 
 @pytest.mark.parametrize(
     ("own", "lap", "tab", "parties"),
     [
-        ((7, 7), (4, 4), (4, 4), ("lap",)),  # the head sent it, and is believed
+        ((7, 7), (4, 4), (4, 4), ("lap",)),  # the head sent the step, and is trusted
         ((7, 7), (5, 5), (4, 4), ("lap", "tab")),
         ((7, 7), (5, 5), (5, 5), ("tab",)),
-        ((7, 7), (99, 99), (4, 4), ("lap", "tab")),  # who says that it computes on and on
-        ((7, 7), (5, 4), (4, 4), ("lap",)),  # who takes back what it said
-        ((7, 7), (4, 5), (4, 4), None),  # it goes on
+        ((7, 7), (99, 99), (4, 4), ("lap", "tab")),  # claims an impossible count
+        ((7, 7), (5, 4), (4, 4), ("lap",)),  # takes back what it reported
+        ((7, 7), (4, 5), (4, 4), None),  # it advances
         ((7, 7), (5, 5), (4, 5), None),
-        ((7,), (4, 4), (4, 4), None),  # the head computes and does not answer
+        ((7,), (4, 4), (4, 4), None),  # the head computes and does not reply
     ],
 )
 async def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, lap, tab, parties):
@@ -202,7 +202,7 @@ async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_l
 
 
 async def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
-    """The process takes nothing, as one that was stopped; whoever hands over to the next ring must go on."""
+    """The process reads nothing, as if it were stopped; the handover to the next ring must not wait for it."""
     ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
     ring._process = Takes()
     sending = asyncio.create_task(ring.send(Report()))
@@ -223,11 +223,11 @@ PAIR = Plan(
     streaming=(),
     left_out=(),
 )
-"""desk gives steps to lap, lap to tab, and tab to desk."""
+"""desk sends steps to lap, lap to tab, and tab to desk."""
 
 
 class Home:
-    """A ring whose workers are at ``hosts``, by name; ``measured`` are the addresses that the link book knows."""
+    """A ring with workers at ``hosts``, by name; ``measured`` has the addresses in the link book."""
 
     def __init__(self, measured: dict[tuple[str, str], str] | None = None, **hosts: str) -> None:
         known = measured or {}
@@ -253,7 +253,7 @@ class Home:
 
 @pytest.fixture
 def leaving(monkeypatch) -> dict[str, str]:
-    """Where packets to a host leave from; to any other there is no way."""
+    """The local address towards each host; any other host is unreachable."""
     found: dict[str, str] = {}
 
     async def own_address(host: str, port: int) -> str:
@@ -303,7 +303,7 @@ async def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
     ],
 )
 def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, attribution, reason):
-    """desk gives steps to lap, lap to tab, and tab to desk, the head."""
+    """desk, the head, sends steps to lap, lap to tab, and tab to desk."""
     text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
     found = attributed(StageError(text, device, fault), PAIR, EPOCH)
     assert ((found.device, found.parties), found.reason) == (attribution, reason)
@@ -372,7 +372,7 @@ async def test_a_worker_that_takes_no_messages_is_lost():
 
 
 async def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
-    """A ``Link`` that its connection lost is sent again; one that it ignores is not."""
+    """A ``Link`` that was lost with its connection is sent again; one that the worker ignores is not."""
 
     async def done(*_: object) -> str:
         return "10.0.0.1"
@@ -393,7 +393,7 @@ CLOSED = "of this group closed its connection"
 
 
 def in_group(monkeypatch, **said: ClusterError) -> HeadRing:
-    """The ring of ``GROUP``, whose workers have said this, and nothing else in time."""
+    """The ring of ``GROUP``, whose workers reported ``said`` and nothing else in time."""
     monkeypatch.setattr(head_ring, "REASON_S", 0.0)
     ring = HeadRing(inputs_of(GROUP))
     for name in ("lap", "tab"):

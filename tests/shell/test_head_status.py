@@ -1,4 +1,4 @@
-"""Asking the devices of a ring what they do: bounded in time, and once for all who ask together."""
+"""Status queries to the devices of a ring: bounded in time, and shared by all who ask at the same time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def finished(request: int) -> Finished:
 
 
 class FakeProcess:
-    """Answers ``Report`` with its number of reports, once it may."""
+    """Answers ``Report`` with the number of its reports, once it may."""
 
     def __init__(self) -> None:
         self.reports = 0
@@ -84,7 +84,7 @@ class FakeProcess:
 
 
 class FakePart:
-    """A worker that answers, is silent, or whose link takes nothing."""
+    """A worker that answers, stays silent, or has a broken link."""
 
     def __init__(self, answer: Status | ClusterError | None) -> None:
         self.answer = answer
@@ -110,7 +110,7 @@ class FakePart:
 
 
 class Lab:
-    """A ring of a head and two workers that was formed."""
+    """A formed ring of a head and two workers."""
 
     def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
@@ -161,7 +161,7 @@ async def test_who_asks_while_the_devices_are_asked_gets_that_answer():
         here.process.answers.clear()
         asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
         await asyncio.sleep(0)
-        asking[0].cancel()  # its client went away; the others wait on
+        asking[0].cancel()  # its client left; the others keep waiting
         await here.process.asked.wait()
         here.process.answers.set()
         answers = await asyncio.gather(*asking[1:])
@@ -188,7 +188,7 @@ async def test_silent_devices_cost_one_patience_together():
 
 
 async def test_who_is_silent_while_a_request_is_open_computes():
-    """A ring process answers between two steps, and a chunk of a prompt may take long. A broken link is no step."""
+    """A ring process replies between steps, and a prompt chunk may take long. A broken link is no computation."""
     async with in_lab(None, ClusterError("it takes nothing"), status_timeout_s=0.05) as here:
         here.ring._open_requests.add(7)
         printed = await here.ring.status()

@@ -1,4 +1,4 @@
-"""Devices are known by their keys: what strangers announce, and what devices call themselves, keeps nobody out."""
+"""Devices are known by their keys: neither strangers' announcements nor devices' names keep anyone out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out
         impostor = FakeDevice(here.context, "nas", identity=new_identity())
         here.discovery.sees(impostor)
         nas = here.device("nas", seen=False)
-        here.discovery.sees(nas, at="nas-2", device="nas-2")  # mDNS gives it the next name that is free
+        here.discovery.sees(nas, at="nas-2", device="nas-2")  # the next free name, assigned by mDNS
         here.start()
         ring = await here.serves("nas")
         assert "an untrusted device announces itself as nas" in await here.emits("an untrusted device")
@@ -66,7 +66,7 @@ async def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out
 async def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
     async with lab() as here:
         nas, liar = here.device("nas"), FakeDevice(here.context, "nas", identity=new_identity())
-        here.trust.add(trusted_now("desk", liar.key, PAIRED))  # which is the head's name
+        here.trust.add(trusted_now("desk", liar.key, PAIRED))  # the head's name
         here.discovery.sees(liar, at="liar")
         here.start()
         await here.serves("nas", "desk-2")
