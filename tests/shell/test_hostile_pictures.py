@@ -1,4 +1,4 @@
-"""Hostile files and the process for pictures: each is one, or refused; none ends the process or stays in its memory."""
+"""Hostile files for the picture process: each is decoded or refused; none ends the process or stays in its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.lab.hostile_media import GOOD, GOOD_SOUNDS, bomb, cases, long_sound
 
 @pytest.mark.parametrize(("good", "bomb"), [(GOOD, bomb), (GOOD_SOUNDS, long_sound)], ids=["pictures", "sounds"])
 async def test_no_file_ends_the_process_for_pictures(good, bomb, tmp_path):
-    """A few hundred; ``tools/fuzz_pictures.py`` goes on for as long as it is told."""
+    """A few hundred files; ``tools/fuzz_pictures.py`` runs as long as it is asked to."""
     service = tiny_service(tmp_path, hears=good is GOOD_SOUNDS)
     async with asyncio.timeout(200):
         found = await fuzz(service, [*islice(cases(49, good, bombs=False), 250), ("bomb", bomb(Random(3)))])

@@ -1,4 +1,4 @@
-"""Programs that people use are answered, in the shapes of their requests: they ask, get a call, and give its result."""
+"""Requests in the shapes that real programs send: they ask, get a call, and return its result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CONTINUE: dict[str, Any] = {
     "tools": [{"type": "function", "function": FUNCTION | {"strict": False}, "displayTitle": "Read"}],
     "parallel_tool_calls": False,
 }
-# the same while somebody types: core/autocomplete, starcoder2 and Python, with the stops that it sent first
+# the same for completion while typing: core/autocomplete, starcoder2 and Python, with the stops that it sent first
 CONTINUE_TYPING: dict[str, Any] = {
     "model": "toy",
     "prompt": "<fim_prefix>def add(a, b):\n    return <fim_suffix>\n<fim_middle>",
@@ -205,7 +205,7 @@ SHIP = {
     "additionalProperties": False,
 }
 RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
-    # 2.1.197; a system turn behind the user's
+    # 2.1.197; a system message after the user's
     "Claude Code": (
         "/v1/messages?beta=true",
         {
@@ -221,7 +221,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
             "tools": CLAUDE_CODE["tools"],
         },
     ),
-    # 0.171; ids of items, tools in a namespace, a result behind a text and its call
+    # 0.171; ids of items, tools in a namespace, a result after a text and its call
     "Codex": (
         "/v1/responses",
         {
@@ -255,7 +255,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
             ],
         },
     ),
-    # 1.18; its title, for which two users speak
+    # 1.18; its request for a title, with two user messages
     "opencode": (
         "/v1/chat/completions",
         {
@@ -350,7 +350,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    # 2.54 of its client, with all that it offers beside
+    # 2.54 of its client, with all its optional fields
     "OpenAI": (
         "/v1/chat/completions",
         {

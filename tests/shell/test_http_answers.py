@@ -1,4 +1,4 @@
-"""What the API answers, in memory: the shapes, the counts, the stream."""
+"""The API's responses, in memory: shapes, counts and streams."""
 
 from __future__ import annotations
 

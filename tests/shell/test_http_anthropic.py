@@ -26,7 +26,7 @@ VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]
 
 
 def named_events(response) -> list[tuple[str, dict[str, Any]]]:
-    """Each event's name and data; they agree."""
+    """The name and data of each event; checks that they agree."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, rest = response.text.split("\n\n")
     assert rest == ""

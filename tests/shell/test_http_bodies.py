@@ -1,4 +1,4 @@
-"""Callers share the memory that bodies take, from their first byte until they are answered."""
+"""Callers share the memory for request bodies, from the first byte until the response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_BYTES = 8000
 
 
 class SlowClient(BareClient):
-    """A client at ``address`` that says pieces of its body as they are put in ``printed``; None ends it."""
+    """A client at ``address`` that sends its body in the pieces put into ``printed``; None ends the body."""
 
     def __init__(self, address: str) -> None:
         super().__init__(CHAT)
@@ -36,7 +36,7 @@ class SlowClient(BareClient):
         return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
     async def status(self) -> int:
-        """That of its answer."""
+        """The status of its response."""
         return (await self.got.get())["status"]
 
 

@@ -1,4 +1,4 @@
-"""What of a prompt was computed before is told in every dialect, and counted; a client may ask that it is not used."""
+"""Cached prompt tokens are reported in every dialect and counted; a client may ask not to use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of several dialects look for in what they are told."""
+"""What clients of several dialects look for in responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was drafted of an answer is told in its usage, and a client may ask that nothing is."""
+"""Usage reports drafted tokens, and a client may ask for none."""
 
 from __future__ import annotations
 

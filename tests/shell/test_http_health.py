@@ -1,4 +1,4 @@
-"""A plain health check is answered before there is a request, as a request would be."""
+"""A plain health check is answered before it becomes a request, with the same response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST = b"Connection: close\r\n\r\n"
 
 
 class Watched:
-    """The app, which counts the requests that reach it."""
+    """The app, with a count of the requests that reach it."""
 
     def __init__(self, backend: FakeBackend) -> None:
         self.app, self.requests = create_app(backend, admission=Admission(hosts=("desk.lan",))), 0
@@ -36,7 +36,7 @@ class Watched:
 async def answers(
     sent: bytes, backend: FakeBackend | None = None
 ) -> tuple[list[tuple[bytes, dict[bytes, bytes], bytes]], int]:
-    """The status line, headers and body of each response to ``sent``, and how many were made by the app."""
+    """The status line, headers and body of each response to ``sent``, and the number of requests to the app."""
 
     watched = Watched(backend or FakeBackend(replies()))
     async with patient(FakeBackend(replies()), app=watched, checks=watched.app.state.checks) as port:
@@ -108,7 +108,7 @@ async def test_they_are_counted():
 
 
 async def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
-    """Its responses wait with the system, then its requests do."""
+    """Responses wait in the system's buffers, then requests do."""
     unread = [0]
 
     class Reported(http_patience.PatientProtocol):
@@ -123,7 +123,7 @@ async def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
             client.setblocking(False)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 10)
             await loop.sock_connect(client, ("127.0.0.1", port))
-            with suppress(ConnectionError):  # it is sent away
+            with suppress(ConnectionError):  # it is disconnected
                 while True:
                     await loop.sock_sendall(client, (PLAIN + b"\r\n") * 1000)
     assert (1 << 14) < max(unread) < 1 << 18

@@ -1,4 +1,4 @@
-"""No request stops the event loop: other clients are heard while it is read, refused or answered, in every dialect."""
+"""No request blocks the event loop: others are served while it is read, refused or answered, in every dialect."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ HOSTILE: list[tuple[str, Body]] = [
     ("/v1/rerank", {"query": "x" * LONG, "documents": ["y" * 500] * 2047}),
     ("/api/embed", {"model": "small", "input": ["x"] * 2048}),
 ]
-"""What has many parts, or long ones, wherever a request may have some."""
+"""Requests with many or long parts, wherever a dialect has any."""
 
 
 class GradualBackend(FakeBackend):
-    """Answers a token a turn of the loop, as a ring does, and believes the prompt."""
+    """Yields one token per turn of the loop, as a ring does, and accepts any length of prompt."""
 
     async def generate(self, asked: Generate, **how: Any) -> AsyncGenerator[GenerationEvent, None]:
         short = msgspec.structs.replace(asked, prompt=asked.prompt[-9:])
@@ -92,7 +92,7 @@ class GradualBackend(FakeBackend):
 
 
 class Asked:
-    """The application with a real text process, asked as uvicorn asks it."""
+    """The application with a real text process, called as uvicorn calls it."""
 
     def __init__(self, service: TextService, backend: FakeBackend) -> None:
         backend.prepare = service.prepare  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ class Asked:
         self.refusals: list[bytes] = []
 
     async def __call__(self, path: str, body: bytes) -> tuple[int, int]:
-        """The status, and how many bytes the answer has."""
+        """The status and the size of the response."""
         chunks = [body[at : at + CHUNK] for at in range(0, len(body), CHUNK)] or [b""]
         waiting = asyncio.Event()
         status, size = 0, 0
@@ -127,7 +127,7 @@ class Asked:
 
 
 async def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]]) -> list[tuple[int, int]]:
-    """The answers to ``requests``, one after the other; the loop is watched."""
+    """The responses to ``requests``, sent one after the other while the loop is watched."""
     path = write_vocabulary(tmp_path / "toy.gguf")
     service = TextService(str(path), backend.vocabulary.chat_template)
     try:

@@ -1,4 +1,4 @@
-"""A stream that waits for its next token says now and then that it is there, and ends as it would have."""
+"""A stream that waits for its next token sends a comment now and then, and ends as it would without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Word(msgspec.Struct):
 
 
 class Client:
-    """Takes what is sent; never leaves."""
+    """Collects what is sent; never disconnects."""
 
     def __init__(self) -> None:
         self.body: list[bytes] = []

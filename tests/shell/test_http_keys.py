@@ -1,4 +1,4 @@
-"""Who may ask over HTTP where there are keys: each dialect refuses in its own shape, and limits are told."""
+"""Access over HTTP with API keys: each dialect refuses in its own shape, and limits are reported."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_without_keys_each_machine_asks_as_one(address, owner):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_prompt_and_answer_count(stream):
     app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}
-    asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours of such a limit
+    asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours' worth of the limit
     first = ask(app, "POST", "/v1/chat/completions", headers=headers, json=asked)
     assert first.status_code == 200
     second = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)

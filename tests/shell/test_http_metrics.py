@@ -1,4 +1,4 @@
-"""``/metrics``: what is counted, what devices say, and that Prometheus' own parser reads it."""
+"""``/metrics``: counts, figures of devices, and a parse by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scrape(backend: FakeBackend) -> Scraped:
 async def after(
     backend: FakeBackend, *requests: tuple[str, str, dict[str, Any]]
 ) -> tuple[Scraped, list[httpx.Response]]:
-    """The scrape after ``requests`` to the same app, and their answers."""
+    """The scrape after ``requests`` to the same app, and their responses."""
     async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
         answers = [await client.request(method, path, **more) for method, path, more in requests]
         return (Scraped(await client.get("/metrics")), answers)
@@ -73,7 +73,7 @@ def test_every_metric_has_its_unit_and_its_words():
 async def test_requests_tokens_and_times_are_counted():
     found, _ = await after(FakeBackend(replies("abc")), ask("Hey"), ask("Hey", stream=True))
     assert found("http_requests_total", path=COMPLETIONS, code="200") == 2
-    assert found("prompt_tokens_total") == 8  # with the token of the beginning
+    assert found("prompt_tokens_total") == 8  # including BOS
     assert found("completion_tokens_total") == 6
     assert found("answers_total", end="stop") == 2
     assert found("answers_open") == 0
@@ -83,7 +83,7 @@ async def test_requests_tokens_and_times_are_counted():
 
 
 async def test_the_time_to_the_first_token_is_apart_from_the_others():
-    """Two seconds until it, a half and a quarter for the two behind it, and nothing for the end."""
+    """Two seconds to the first token, a half and a quarter for the next two; the end does not count."""
     now_s = 100.0
 
     async def written() -> AsyncGenerator[Written, None]:

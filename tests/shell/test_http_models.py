@@ -95,7 +95,7 @@ def test_each_request_is_answered_by_the_model_that_it_names(path, streams):
 
 
 def _text_of(body: str) -> str:
-    """The letters of an answer, whether they came one by one or not."""
+    """The text of a response, streamed or not."""
     texts: list[str] = []
 
     def collect(value: Any, key: str = "") -> None:

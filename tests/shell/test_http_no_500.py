@@ -1,4 +1,4 @@
-"""No body that a client sends is answered with 500, in no dialect."""
+"""No request body is answered with 500, in any dialect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VALUES = st.recursive(
 
 
 def fields_of(path: str) -> list[str]:
-    """The fields that the OpenAPI document knows, or those of the example where it has none."""
+    """The fields in the OpenAPI document, or those of the example for paths that it lacks."""
     body = DOCUMENT["paths"].get(path, {}).get("post", {}).get("requestBody")
     if body is None:
         return list(LIKELY[path])

@@ -1,5 +1,6 @@
-"""No number that a client sends is answered other than by 200 or by a 400 that names its field, and llama.cpp gets none
-that it has no memory for, or that is no number to it. The fields are found in the OpenAPI document, new ones too."""
+"""Every number in a request gets 200, or 400 with the name of its field. llama.cpp gets no number that it lacks memory
+for or that it cannot represent. The fields come from the OpenAPI document, new ones included.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ NUMBERS = (
     *("true", '"1"', json.dumps("9" * 5000), "[]", "[9223372036854775808]"),
 )
 HARDEST = ("2147483647", "1e-320", "1e400")
-"""Of a field that another path has just so."""
+"""For a field that another path has as well."""
 Place = tuple[str | int, ...]
 DOCUMENT = create_app(FakeBackend(replies())).openapi()
 COMPONENTS = DOCUMENT["components"]["schemas"]
 POSTS = sorted(path for path, methods in DOCUMENT["paths"].items() if "post" in methods)
 OWN = [path for path in POSTS if f"/v1{path}" not in POSTS]
-"""Without those that are another name of one."""
+"""Paths that are not aliases of others."""
 PLAIN = "{{ messages[-1].content }}"
 FILL_IN = ByteVocabulary(chat_template=PLAIN, fill_in=FillInTokens(before=1, after=2, middle=3, file=None))
 
@@ -52,8 +53,9 @@ def members(schema: Any) -> list[dict[str, Any]]:
 
 
 def numbers_of(schema: Any, place: Place = (), base: Any = None) -> Iterator[tuple[Place, str, str]]:
-    """Where a number, or anything, may stand; what the document says of it there; and ``base``, else the least of
-    ``schema``, as JSON with ``NUMBER`` there."""
+    """Places where a number or any value may stand, the document's schema there, and ``base`` (default: the minimum of
+    ``schema``) as JSON with ``NUMBER`` there.
+    """
     kinds = members(schema)
     if any(each.get("type") in ("integer", "number") or each.keys() <= {"title", "default"} for each in kinds):
         yield place, json.dumps(resolved(schema), sort_keys=True), "NUMBER"
@@ -75,7 +77,7 @@ def numbers_of(schema: Any, place: Place = (), base: Any = None) -> Iterator[tup
 
 
 def minimum(schema: Any) -> Any:
-    """Something small that the document allows."""
+    """A small value that the document allows."""
     schema = members(schema)[0]
     if "enum" in schema or "const" in schema:
         return schema.get("const", schema.get("enum", [None])[0])
@@ -89,7 +91,7 @@ def minimum(schema: Any) -> Any:
 
 
 def bodies(path: str, seen: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Bodies for ``path``, each with the name of the field that has a number."""
+    """Bodies for ``path``, each with the top-level field that holds the number."""
     schema = resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
     base = LIKELY.get(path.removesuffix("/input_tokens")) or minimum(schema)
     for place, printed, text in numbers_of(schema, base=base):

@@ -1,4 +1,4 @@
-"""The official client, over a real port: what people will actually use."""
+"""The official client over a real port, as people use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths with a slash too many, and HEAD where GET is."""
+"""Paths with an extra slash, and HEAD wherever GET works."""
 
 from __future__ import annotations
 

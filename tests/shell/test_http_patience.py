@@ -1,4 +1,4 @@
-"""Who connects to the endpoint and asks nothing is sent away, and keeps nobody from being answered."""
+"""Clients that connect and send no request are disconnected, and delay no others."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_ch
             return super().protocol(*arguments, **options)
 
     async def answer(port: int, sent: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", port)) as client:  # it is accepted when it has asked
+        with socket.create_connection(("127.0.0.1", port)) as client:  # it is accepted once it has sent a request
             client.sendall(sent)
             client.setblocking(False)
             return await asyncio.get_running_loop().sock_recv(client, 1 << 10)
@@ -130,12 +130,12 @@ async def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_ch
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with more than the system keeps for a client that does not read."""
+    """Answers with more than the system buffers for a client that does not read."""
     await Response(bytes(32 << 20))(scope, receive, send)
 
 
 async def reading(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads a body, and waits a little whether its client leaves."""
+    """Reads a body, then waits briefly for its client to leave."""
     while (await receive()).get("more_body"):
         pass
     leaving = asyncio.ensure_future(receive())
@@ -146,7 +146,7 @@ async def reading(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def unread(port: int, headers: bytes = b"") -> socket.socket:
-    """A client that has asked, was answered, and reads no more."""
+    """A client that sent a request, got the first byte of the response, and reads no more."""
     client = socket.socket()
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
@@ -156,7 +156,7 @@ async def unread(port: int, headers: bytes = b"") -> socket.socket:
 
 
 async def is_cut_off(client: socket.socket) -> bool:
-    """Whether it is, before its answer is whole; it reads on."""
+    """Whether its connection closes before the response is complete; it continues reading."""
     got = 0
     with client, suppress(ConnectionError):
         while data := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
@@ -179,7 +179,7 @@ async def test_the_smallest_chunks_do_not_stop_the_loop():
 
 @pytest.mark.parametrize("body", [b'{"content": "x"}', b"x" * 9000], ids=["small", "large"])
 async def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(body):
-    """What is kept is looked through with each request."""
+    """The bytes that are kept are scanned with each request."""
     ahead_bytes: list[int] = []
 
     class Reported(http_patience.PatientProtocol):
@@ -247,7 +247,7 @@ async def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeyp
         assert b" 200 " in await reader.readline()
         for _, each in [*greedy, (reader, writer)]:
             each.transport.abort()
-        while True:  # places come back with the connections
+        while True:  # places are freed with the connections
             reader, writer = await raw(port)
             writer.write(REQUEST)
             line = await reader.readline()
@@ -257,7 +257,7 @@ async def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeyp
 
 
 async def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
-    """A health check waits for some turns of the loop, and each part of a body takes its time in one."""
+    """A health check waits for a few turns of the loop, and each part of a body takes time in one."""
     maximum = dict.fromkeys(("parts", "plain"), 0)
 
     class Watching(Patience):
@@ -268,7 +268,7 @@ async def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_lon
                 maximum["plain"] = max(maximum["plain"], read_bytes)
             else:
                 self.turns += 1
-                if self.turns > 4:  # both have said by then what they are
+                if self.turns > 4:  # by then it is known which is which
                     maximum["parts"] = max(maximum["parts"], parts)
             return super().read_next(connection, read_bytes, parts)
 
@@ -290,7 +290,7 @@ async def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_lon
 
 
 async def post_to_end(port: int, headers: bytes, body: bytes) -> bytes:
-    """Send a request with ``body``, and read to the end."""
+    """Send a request with ``body``, and read until the connection closes."""
     reader, writer = await raw(port)
     writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + headers + b"\r\n")
     writer.write(body)
@@ -300,7 +300,9 @@ async def post_to_end(port: int, headers: bytes, body: bytes) -> bytes:
 
 
 async def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: int = 0) -> list[int]:
-    """How many pieces of at least so many ``parts`` each turn of the loop reads of ``clients`` that all send ``body``."""
+    """For each turn of the loop: how many pieces of at least ``parts`` parts it reads, if ``clients`` all send
+    ``body``.
+    """
     at_a_turn: list[int] = [0]
 
     class Watching(Patience):
@@ -334,7 +336,7 @@ async def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
 
 
 class Seen(Patience):
-    """Knows which of its connections and transports are not freed."""
+    """Tracks which of its connections and transports are not freed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -361,7 +363,7 @@ def asked(**fields: Any) -> bytes:
 
 
 def settled() -> None:
-    """The collector looks at nothing that there is now: through all of the suite's objects it takes a second each time."""
+    """Exclude existing objects from the collector: scanning all objects of the suite takes a second each time."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -382,7 +384,7 @@ def settled() -> None:
     ids=["health", "a part", "wrong", "answered", "streamed", "refused", "no number", "unfinished"],
 )
 async def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
-    """A thousand of them made it stand for 200 ms, and some thousands kept 100 MB."""
+    """The collector blocked the loop for 200 ms over a thousand of them, and some thousands kept 100 MB."""
     async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
         settled()
         try:

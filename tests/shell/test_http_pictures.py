@@ -1,4 +1,4 @@
-"""Pictures in the requests of every dialect: where they stand in the prompt, what they cost, and what is refused by name."""
+"""Pictures in requests of every dialect: their place in the prompt, their cost, and refusals by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.lab.mmproj import noise
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
 ONE, TWO = noise(1, 8, 8), noise(2, 8, 8)
 SIZE = 6
-"""Of a picture in a prompt: four rows between two tokens."""
+"""Positions of a picture in a prompt: four embeddings between two tokens."""
 
 
 def based(data: bytes) -> str:
@@ -33,7 +33,7 @@ def backend(template: str = TEMPLATE, **served) -> FakeBackend:
 
 
 def shown(prompt: list[int]) -> str:
-    """A prompt as text; a picture is its number among those of the prompt."""
+    """A prompt as text, with pictures as their index in the prompt."""
     text, pictures = "", []
     for token in prompt:
         if token >= 0:

@@ -1,4 +1,4 @@
-"""Bad requests and bad days: always OpenAI's error object with the right status, and never a 500 for what a client sent."""
+"""Bad requests and failures: always OpenAI's error object with the right status, and never a 500 for client input."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ MEDIA_TYPES = (
         {"content-type": printed}
         for printed in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
     ),
-    {},  # as the fetch of a Blob
+    {},  # like a fetch of a Blob
 )
 PAGES = (
     {"origin": "http://evil.example"},
@@ -327,7 +327,7 @@ def test_the_refusal_of_a_host_name_says_what_allows_it():
 
 
 def asked_by_page(origin: str, **more: str) -> httpx.Response:
-    """The models, as a web page of ``origin`` asks for them."""
+    """The response to a web page of ``origin`` that asks for the models."""
     app = create_app(FakeBackend(replies()), admission=Admission(origins=("http://desk.lan:3000",)))
     return ask(app, "OPTIONS" if more else "GET", "/v1/models", headers={"origin": origin, **more})
 

@@ -1,4 +1,4 @@
-"""Runs ``http_schemas.py``, whose examples are made when its tests are collected: once, not in each process of a suite."""
+"""Runs ``http_schemas.py``, which makes its examples at collection, once and not in each process of a suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two readers of HTTP could read in two ways is refused, and the connection with it; what is plain HTTP is answered."""
+"""HTTP that two readers could understand differently is refused and its connection closed; plain HTTP is answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def asks(*headers: bytes, body: bytes = BODY, line: bytes = b"POST /v1/chat/completions HTTP/1.1") -> bytes:
-    """A chat with ``headers``; the connection closes behind its answer."""
+    """A chat with ``headers``; the connection closes after its response."""
     always = (b"Host: localhost", b"Content-Type: application/json", b"Connection: close")
     return b"\r\n".join([line, *always, *headers, b"", b""]) + body
 
@@ -93,7 +93,7 @@ WRONG_CHUNKS = {
 
 
 async def answer(port: int, printed: bytes) -> bytes:
-    """All that the server says to ``printed`` and to a request that is hidden behind it."""
+    """Everything that the server sends for ``printed`` and a request hidden behind it."""
     reader, writer = await raw(port)
     writer.write(printed + SMUGGLED)
     printed = await until_closed(reader)
@@ -130,7 +130,7 @@ async def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
 
 async def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
     late = asks(CODING, body=b"").replace(b"Connection: close\r\n", b"")
-    late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so it is refused at once
+    late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so that it is refused at once
     async with patient(FakeBackend(replies("Hello"))) as port:
         reader, writer = await raw(port)
         writer.write(late)

@@ -1,4 +1,4 @@
-"""Calls and thoughts of an answer in every dialect, whole and in streams; then the official clients over a real port."""
+"""Calls and thoughts in every dialect, whole and streamed; then the official clients over a real port."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def backend(*texts: Any, template: str = KNOWS) -> FakeBackend:
 
 
 def value(arguments: str) -> Any:
-    """``arguments`` as an object, with what is whole of them."""
+    """``arguments`` as an object, as far as they are complete."""
     return pydantic_core.from_json(arguments, allow_partial=True)
 
 
@@ -234,7 +234,7 @@ def test_a_call_is_streamed_as_it_is_written():
     got = post(made, "/v1/chat/completions", messages=HELLO, tools=TOOLS, stream=True).text
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in got.splitlines() if line.startswith("data: {")]
     reported = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    shared = '{"city": "'  # as long as the second may be the first again, it is held back
+    shared = '{"city": "'  # held back while the second call may still be a repetition
     assert len(reported) > 2 * len('{"city": "Rome"}') - len(shared) - 4
     assert [call["function"].get("name") for call in reported if "id" in call] == ["weather", "weather"]
     blocks = post(made, "/v1/messages", stream=True, **ANTHROPIC, tools=ANTHROPIC_TOOLS).text

@@ -1,4 +1,4 @@
-"""The encoder of a model of the hub comes along with what ``serve`` fetches of that, and plans leave room for it."""
+"""``serve`` fetches the encoder together with a model of the hub, and plans leave room for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def serve(command, place, monkeypatch):
-    """Runs ``serve``; gives what it would serve, with the options, and its error output."""
+    """Runs ``serve``; returns the source, the options and the error output."""
 
     def served(*words: str) -> tuple[Any, Any, str]:
         found: list[Any] = []

@@ -1,4 +1,4 @@
-"""Layers drawn from a hub over loopback: the header alone, ranges that break off, files that change, hubs elsewhere."""
+"""Layers downloaded from a hub on loopback: the header alone, interrupted ranges, changed files, other hubs."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def cutter(hub, tmp_path):
 
 
 def wanted(cutter: RangedCutter, *layers: int) -> list[WantedLayer]:
-    """These layers, as windows of a plan of now name them."""
+    """``layers`` as windows of a new plan name them."""
     refs = [cutter.ref(layer) for layer in layers]
     origins = {origin.layer: origin for origin in cutter.origins_of([refs])}
     return [WantedLayer(ref, origins[ref.digest]) for ref in refs]
 
 
 async def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
-    """Draw ``layers``; by the name of its origin the digest and the tree of each."""
+    """Download ``layers``; returns the digest and tree of each, by the name of its origin."""
     found: dict[str, tuple[str, bytes]] = {}
     transfers = Transfers(context=None, identity=None, timings=TIMINGS)
     hub_routes = HubRoutes(files=cutter.files, token=None, head=None, transfers=transfers)
@@ -234,7 +234,9 @@ def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter)
 async def bring(
     cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer], *neighbours: LayerCache
 ) -> dict[str, tuple[str, bytes]]:
-    """``layers``, brought to a worker that asks another hub: the head has none of them, ``neighbours`` may. As ``draw``."""
+    """Bring ``layers`` to a worker whose hub files are elsewhere; ``neighbours`` may have some. Returns the same as
+    ``draw``.
+    """
     identity, found = new_identity(), dict[str, tuple[str, bytes]]()
 
     async def once(context: zmq.asyncio.Context, stack: AsyncExitStack) -> None:
@@ -316,7 +318,7 @@ def test_where_a_hub_sends_one_the_token_stays_behind(hub, cutter, path):
 
 
 def answering(monkeypatch, address: str) -> None:
-    """Every name has ``address``."""
+    """Resolve every name to ``address``."""
     monkeypatch.setattr(hub_ranges.socket, "getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (address, port))])
 
 

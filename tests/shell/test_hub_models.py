@@ -1,4 +1,4 @@
-"""Models by name: from a hub over loopback into the home folder, listed, used without asking, removed."""
+"""Models by name: fetched from a hub on loopback into the home folder, listed, used without the hub, removed."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def hub(weights, monkeypatch):
 
 @pytest.fixture
 def primad(command, monkeypatch, tmp_path):
-    """Runs ``primad`` with its home in ``tmp_path``; gives exit code, output and error output."""
+    """Runs ``primad`` with its home in ``tmp_path``; returns exit code, output and error output."""
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HOME", str(tmp_path))  # other programs' models are none of these
+    monkeypatch.setenv("HOME", str(tmp_path))  # hide models of other programs
     return command
 
 
@@ -116,7 +116,7 @@ def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path,
     hub.asked.clear()
     assert primad("pull", "--no-mmproj", f"hf:{REPO}:Q5_0")[0] == 0
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
-    resumed = {*hub.given_ranges}  # the first call may have asked for some of them, too, later than it ended
+    resumed = {*hub.given_ranges}  # the first call may have asked for some of them after it ended
     assert sum(map(len, resumed)) == len(large) - hub_download.MIN_RANGE_BYTES
     assert not part.exists()
 

@@ -1,4 +1,4 @@
-"""``packaging/install.sh`` says what it will do, asks, and does that and nothing else. A stub of a wheel stands in."""
+"""``packaging/install.sh`` announces what it will do, asks, and does exactly that. A stub stands in for the wheel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a shell script"
 
 
 def write_wheel(folder: Path, name: str, version: str, needs: str = "", **files: str) -> Path:
-    """A wheel with these files; returns its place."""
+    """Write a wheel with these files; returns its path."""
     info = f"{name}-{version}.dist-info"
     files = {path.replace("__", "."): text for path, text in files.items()} | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
@@ -42,7 +42,7 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Has the program ``primad``, and needs one package and llama.cpp."""
+    """A wheel with the program ``primad`` that needs one package and llama.cpp."""
     needs = "Requires-Dist: saying\nRequires-Dist: llama-cpp-python==0.3.36\n"
     return write_wheel(
         tmp_path, "primad", "0.1.0", needs, primad_stub__py="import saying\ndef main():\n    print(saying.WHAT)\n"
@@ -56,7 +56,7 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """Where packages come from: it has the one that primad needs."""
+    """A package index with the one package that primad needs."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(folder, "saying", "1.0", saying__py="WHAT = 'it runs'\n")
@@ -68,7 +68,7 @@ BUILDS = """#!/bin/sh
 echo "build-llama: 1 min 00 s: 3 of 9 targets" >&2
 echo "$HOME/../llama_cpp_python-0.3.36-py3-none-any.whl"
 """
-"""Stands in for ``tools/build-llama``, whose progress has tests of its own."""
+"""Stands in for ``tools/build-llama``, whose progress is tested elsewhere."""
 INSTALLS = """#!/bin/sh
 echo "$(basename "$0") $*" >"$HOME/../asked"
 for folder in "$@"; do
@@ -78,7 +78,7 @@ for folder in "$@"; do
   [ ! -d "$folder" ] || ls "$folder" >"$HOME/../wheels"
 done
 """
-"""Stands in for uv and pipx: keeps what it was asked, and what it was given to install."""
+"""Stands in for uv and pipx; keeps the arguments and the wheels to install."""
 
 
 PYTHON = """#!/bin/sh
@@ -89,11 +89,11 @@ case "$1 $2" in
   *) exec "{python}" "$@" ;;
 esac
 """
-"""This Python, which makes an environment once and then copies it, in a tenth of the time."""
+"""This Python, but environments are made once and then copied, in a tenth of the time."""
 
 
 def checkout(tmp_path: Path, constraints: str) -> Path:
-    """The script of a checkout that has these constraints."""
+    """The script in a checkout with these constraints."""
     for name in ("packaging/install.sh", "tools/locked", "tools/wheel_cpu.py"):
         made = tmp_path / "checkout" / name
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) -> subprocess.CompletedProcess[str]:
-    """The script in a home of its own, with no terminal, and with no index to take packages from."""
+    """Run the script in a home of its own, without a terminal or a package index."""
     shared = home.parent.parent
     environment = {
         "HOME": str(home),
@@ -163,7 +163,7 @@ def test_it_installs_what_has_its_hash_where_it_says_and_nothing_else(
 
 
 def assert_progress_and_offer(ended: subprocess.CompletedProcess[str], llama: Path) -> None:
-    """Said how far the build was, and how to spare other machines that."""
+    """Assert that it showed the build's progress, and how other machines can reuse the wheel."""
     assert "3 of 9 targets" in ended.stderr
     command = f"packaging/install.sh --llama-wheel ~/{llama.name} --sha256 {sha256(llama)}"
     assert re.search(rf"scp \S+/{re.escape(llama.name)} OTHER:\n.*\n +{re.escape(command)}\n", ended.stdout)

@@ -1,7 +1,7 @@
-"""Home folders that earlier versions left: what they decided, whom they trust and what they hold is there in this one.
+"""Home folders of earlier versions: this version keeps their decisions, trust and contents.
 
-Figures that are measured or learnt may come to mean something else, and count as none then. Keys, trust and what the owner
-decided may not.
+Measured or learnt figures may change their meaning and then count as missing. Keys, trust and the owner's decisions may
+not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK = keys.block("root", None, [1, 2, 3], [3])
 
 @pytest.fixture(params=["home-0.1"])
 def home(request, tmp_path) -> Path:
-    """A home folder of the version, as it was left."""
+    """A copy of the home folder that the version left."""
     folder = tmp_path / "home"
     shutil.copytree(KEPT / request.param, folder)
     for name in ("identity.json", "trust.json", "api-keys"):

@@ -1,4 +1,4 @@
-"""``primad key``, and what ``serve`` wants to be told before it listens beyond this device."""
+"""``primad key``, and what ``serve`` requires before it listens beyond this device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primad.api.http.keys import key_like
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch, tmp_path):
-    """Not this user's home folder, nor a key of theirs."""
+    """Hide this user's home folder and key."""
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PRIMAD_API_KEY", raising=False)
 

@@ -1,4 +1,4 @@
-"""KV cells leave llama.cpp by position and go into other windows: what is computed from them is the same, bit for bit."""
+"""KV cells are read by position and restored into other windows; logits stay the same, bit for bit."""
 
 import struct
 from contextlib import ExitStack
@@ -46,10 +46,11 @@ from tests.shell.test_streams_exact import EVERYTHING, streaming
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
 ANSWER = 7
 NOT_KEPT = {"deci", "deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3", "plamo2"}
-"""With layers without cells, or with a second cache, of what chooses the cells that attention sees. Or its graph gives the
-tensors of its states other names."""
+"""Some of their layers have no cells, or a second cache for the choice of cells that attention sees, or the graph has
+other names for its state tensors.
+"""
 WIDE = {"width": 256, "head_width": 64}
-"""Heads that whole blocks of Q8_0 fit."""
+"""The heads' width is a multiple of a Q8_0 block."""
 
 
 def options_of(kind, sequences):
@@ -69,14 +70,14 @@ def whole_of(header, options):
 
 
 class Whole(Route):
-    """The whole model in one window."""
+    """The whole model as one window."""
 
     def __init__(self, header, options):
         self.windows = [whole_of(header, options)]
 
 
 class Kept:
-    """The cells of all layers in blocks, as a ring computes, takes out and keeps them."""
+    """KV blocks of all layers, computed, read and kept as in a ring."""
 
     def __init__(self, route, sequence):
         self._route, self._sequence, self._end = route, sequence, 0
@@ -84,7 +85,7 @@ class Kept:
         self.tokens = []
 
     def add(self, tokens):
-        """Compute ``tokens`` in one step, and keep their cells."""
+        """Compute ``tokens`` in one step, and keep their KV cells."""
         logits = self._route.logits(tokens, self._end, self._sequence)
         self.tokens += tokens
         self.keep(self._end + len(tokens))
@@ -103,7 +104,7 @@ def restore(route, blocks, sequence):
 
 
 def answer(route, kept, sequence, logits, count):
-    """``count`` greedy tokens from ``logits``, each kept; the logits behind the last."""
+    """Compute and keep ``count`` greedy tokens from ``logits``; returns the last logits."""
     for _ in range(count):
         logits = kept.add([int(logits.argmax())])
     return logits
@@ -147,7 +148,7 @@ def judge(header, folder, kind, sequences, cuts):
 
 
 def joined(blocks):
-    """The bytes of each layer, of all blocks together."""
+    """The bytes of each layer, joined over all blocks."""
     return [
         (b"".join(bytes(cells.keys) for cells in layer), b"".join(bytes(cells.values) for cells in layer))
         for layer in zip(*blocks, strict=True)
@@ -159,7 +160,7 @@ KEPT = sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT)
 PLAIN = [
     each.name for each in SUPPORTED.values() if each.sliding is Sliding.NEVER and each.name not in {*LATENT, *DIFFERING}
 ]
-"""Whose layers have the same cells, of all positions."""
+"""Their layers all have the same KV cells, for all positions."""
 EVERY_RUN = {*KEPT} - {*sorted({*KEPT} & {*PLAIN})[2 * len(PAIRS) :]}
 
 
@@ -169,7 +170,9 @@ EVERY_RUN = {*KEPT} - {*sorted({*KEPT} & {*PLAIN})[2 * len(PAIRS) :]}
     [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.matrix) for name in KEPT],
 )
 def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
-    """Each kind of cells, and one sequence and several, is tried with some architectures; the matrix has them all."""
+    """Each kind of cells, with one sequence and several, is tried with some architectures; the full matrix has all
+    pairs.
+    """
     into_other_cuts(architecture, [PAIRS[KEPT.index(architecture) % len(PAIRS)]], tmp_path)
 
 
@@ -182,7 +185,7 @@ def test_cells_of_each_kind_go_to_windows_of_another_cut(architecture, tmp_path)
 def into_other_cuts(architecture, pairs, folder):
     header = written(folder, architecture, **WIDE)
     assert not why_not_kept(model_profile(header)), "what a plan says of it"
-    kinds = {"flash"} if architecture == "mimo2" else {"flash", "scores"}  # its values have sizes other than keys
+    kinds = {"flash"} if architecture == "mimo2" else {"flash", "scores"}  # its values differ in size from its keys
     if model_profile(header).kv_head_width % KV_BLOCK == 0:
         kinds.add("q8_0")
     cuts = cut_into(header, folder, cuts_of(header))
@@ -247,7 +250,7 @@ def test_cells_go_by_way_of_the_store_into_a_window_that_streams(tmp_path):
 
 
 class Untouched:
-    """Of what streams nothing is asked, told or counted."""
+    """Fails on any use: layers that stream are neither asked for nor counted."""
 
     def __getattr__(self, name):
         raise AssertionError(name)
@@ -278,7 +281,7 @@ def played(request, tmp_path_factory):
 @given(history=HISTORY)
 @settings(max_examples=40)
 def test_after_any_history_a_position_is_its_cell(played, history):
-    """What stands where llama.cpp's own state says that a position is, is what ``kv_cells`` reads there."""
+    """``kv_cells`` reads a position where llama.cpp's own state has it."""
     model, fresh = played
     ends = [0] * SEQUENCES
     for sequence in range(SEQUENCES):
@@ -328,7 +331,7 @@ def _play(model, ends, kind, where, amount):
 
 
 def check_state(model, sequence, cells):
-    """Compares ``cells`` with what llama.cpp saves of ``sequence``, which leaves out what sliding windows have passed."""
+    """Compare ``cells`` with llama.cpp's saved state of ``sequence``, which lacks what sliding windows have passed."""
     size = llama.llama_state_seq_get_size(model._context, sequence)
     buffer = (llama.ctypes.c_uint8 * size)()
     assert llama.llama_state_seq_get_data(model._context, buffer, size, sequence) == size
@@ -384,7 +387,7 @@ class opened:  # noqa: N801
 
 
 def test_what_is_copied_is_there_at_once(tmp_path):
-    """llama.cpp puts off the copying until the next step."""
+    """llama.cpp defers the copy until the next step."""
     with opened(written(tmp_path, "llama"), "flash", 3) as model:
         model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
         model.forward(rows(np.array(PROMPT[30:40], np.int32), 0, 1))

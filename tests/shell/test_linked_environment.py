@@ -1,4 +1,4 @@
-"""A second work tree may use the environment of the first one by a link, if its own sources are taken."""
+"""A second work tree may link to the first one's environment if its own sources are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def set_up(tree: Path, python_path: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    """A work tree without an environment, and beside it one that has one."""
+    """A work tree whose environment is a link to another tree's."""
     made = tmp_path / "second"
     (made / "tools").mkdir(parents=True)
     for name in ("pyproject.toml", "tools/setup", "tools/build-llama", "tools/constraints.txt"):

@@ -1,4 +1,4 @@
-"""Links are measured over real sockets; what does not answer, or is another device, is passed over."""
+"""Links are measured over real sockets; addresses that do not answer, or lead to another device, are skipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 180
 
 
 class Lines:
-    """A reporter that keeps what it was told."""
+    """A reporter that keeps its lines."""
 
     def __init__(self) -> None:
         self.printed: list[str] = []
@@ -45,7 +45,7 @@ class Lines:
             self.measured += total
 
     def wait(self, words: str) -> None:
-        """Nobody looks."""
+        """Nothing is displayed."""
 
     def resolve(self) -> None:
         pass
@@ -61,7 +61,7 @@ async def devices(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Context, list[
 
 
 def alive(event: types.Event) -> None:
-    """Whoever is lost, leaves or is short of memory is a mistake here."""
+    """Assert that the event is only a sign of life or a lost link."""
     assert isinstance(event, types.Heard | types.Lost), event
 
 
@@ -92,9 +92,9 @@ def book_of(context: zmq.asyncio.Context, **timings: float) -> LinkBook:
 
 @pytest.fixture(autouse=True)
 def dead(monkeypatch) -> set[str]:
-    """Hosts, keys and devices that do not answer, as the test says: they are not waited for long.
+    """Hosts, keys and devices that do not answer; they get a short timeout.
 
-    All others are given the time that a busy machine takes.
+    All others get enough time for a busy machine.
     """
     found: set[str] = set()
     measure, ask = linkprobe._measure, WorkerLink.measure_links
@@ -114,7 +114,7 @@ def dead(monkeypatch) -> set[str]:
 
 
 def plausible(link: LinkProfile) -> bool:
-    """Of figures that a message may hold, and of the sizes that a ring sends."""
+    """Whether the figures fit into a message and have the sizes that a ring sends."""
     decode_from_worker(encode(LinksMeasured(links=[link])))
     sizes = [message.size_bytes for message in link.messages]
     assert link.network_s is not None
@@ -169,7 +169,7 @@ async def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(de
 
 
 async def test_an_address_that_leads_to_another_device_is_passed_over(dead):
-    """As loopback does: where the head meets a worker of its own machine, another machine meets itself."""
+    """Loopback addresses do: where the head reaches a worker on its own machine, another machine reaches itself."""
     dead.add("b")
     async with devices("a", "b") as (context, (a, b)):
         wrong = Contact(device="b", key=b.key, addresses=[HOST], port=a.port)
@@ -383,7 +383,7 @@ async def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_
 
 
 async def test_a_device_that_keeps_echoes_waiting_is_measured_for_a_bounded_time():
-    """However many echoes there are, and however long each may take: all others wait for it."""
+    """All others wait for it, however many echoes there are and however long each may take."""
     async with devices("a") as (context, (a,)):
         a.echoes = False
         links = (await measure_links(context, HEAD, "desk", [a.target()], timeout_s=PATIENCE_S, max_s=0.2)).links
@@ -391,7 +391,7 @@ async def test_a_device_that_keeps_echoes_waiting_is_measured_for_a_bounded_time
 
 
 async def test_a_worker_is_asked_for_one_link_at_a_time(monkeypatch):
-    """What it may take to say what it measured does not grow with the devices, nor with the places that they announce."""
+    """The time to report a measurement does not grow with the number of devices or of their addresses."""
     async with devices("a", "b", "c") as (context, made):
         workers, waited = await greeted(context, *made), list[float]()
         ask = WorkerLink.measure_links

@@ -1,4 +1,4 @@
-"""The ring's sockets let every valid step of the device before them through, and end by any other of its messages."""
+"""The ring's sockets accept every valid step of the previous device, and fail on any other message from it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ VALID = [encode(a_step()), hidden().tobytes()]
 
 
 class Sender:
-    """The key pair of a ZeroMQ peer that sends what it likes."""
+    """The key pair of a ZeroMQ peer that sends whatever it likes."""
 
     def __init__(self) -> None:
         public, self.secret = zmq.curve_keypair()
@@ -65,7 +65,7 @@ class Sender:
 
     @contextmanager
     def to(self, links: Links, **options: object) -> Iterator[zmq.Socket[bytes]]:
-        """A socket that is connected to ``links``; ``options`` change its own."""
+        """A socket connected to ``links``; ``options`` override its own."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as push:
             push.setsockopt(zmq.LINGER, 0)
             push.setsockopt(zmq.IPV6, 1)
@@ -85,7 +85,7 @@ NOBODY = Sender().key
 
 
 def with_sender(links: Links, sender: str = BEFORE.key) -> Links:
-    """``links`` that takes steps of ``sender`` and sends to nobody."""
+    """``links`` that takes steps from ``sender`` and has no next device."""
     links.connect("tcp://127.0.0.1:1", NOBODY, sender)
     return links
 
@@ -99,7 +99,7 @@ def receiver() -> Iterator[Links]:
 
 @contextmanager
 def opened(**timings: float) -> Iterator[Links]:
-    """More links."""
+    """Further links."""
     made = Links("127.0.0.1", LIMITS, timings=RingTimings(**timings))
     try:
         yield made
@@ -108,12 +108,12 @@ def opened(**timings: float) -> Iterator[Links]:
 
 
 def stranger(to: Links) -> AbstractContextManager[zmq.Socket[bytes]]:
-    """A ZeroMQ peer that has the key of the device before ``receiver``, and sends what it likes."""
+    """A ZeroMQ peer that sends whatever it likes with the key of the device before ``receiver``."""
     return BEFORE.to(to)
 
 
 def turn(*all_links: Links, timeout_ms: int) -> bool:
-    """Do what there is to do for ``all_links``, as their processes would; whether a step arrived."""
+    """Serve ``all_links`` as their processes would; returns whether a step arrived."""
     watched = [entry for links in all_links for entry in links.watched(receiving=True)]
     wait_s = min(timeout_ms / 1000, *(links.wait_s() for links in all_links), math.inf)
     ready = [socket for socket, _ in zmq.zmq_poll(watched, math.ceil(wait_s * 1000))]
@@ -125,7 +125,7 @@ def turn(*all_links: Links, timeout_ms: int) -> bool:
 
 
 def wait_step(links: Links, *others: Links) -> tuple[Step, np.ndarray]:
-    """The next step; ``others`` send meanwhile."""
+    """The next step; ``others`` are served meanwhile."""
     deadline = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < deadline:
         turn(links, *others, timeout_ms=PATIENCE_MS)
@@ -136,7 +136,7 @@ def wait_step(links: Links, *others: Links) -> tuple[Step, np.ndarray]:
 
 
 def assert_nothing_comes(links: Links, *others: Links, within_ms: int = 400) -> None:
-    """No step arrives although there is time for it; what this proves is only as good as the time is long."""
+    """Assert that no step arrives in time; the proof is only as good as the time is long."""
     deadline = time.monotonic() + within_ms / 1000
     while (left := deadline - time.monotonic()) > 0:
         turn(links, *others, timeout_ms=math.ceil(left * 1000))
@@ -144,7 +144,7 @@ def assert_nothing_comes(links: Links, *others: Links, within_ms: int = 400) -> 
 
 
 def flush(links: Links, *others: Links) -> None:
-    """Wait until ``links`` has sent what it has."""
+    """Wait until ``links`` has sent everything."""
     deadline = time.monotonic() + PATIENCE_MS / 1000
     while links.is_waiting:
         assert time.monotonic() < deadline, "nothing takes the step"
@@ -211,7 +211,7 @@ def test_every_opening_has_a_key_of_its_own():
 
 
 def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
-    for_ever = 1000.0  # nobody gives up and tries again
+    for_ever = 1000.0  # nobody gives up and retries
     with opened(handshake_timeout_s=for_ever) as receiver, opened(handshake_timeout_s=for_ever) as sender:
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
@@ -275,8 +275,8 @@ def test_an_intruder_gets_no_step_through_and_disturbs_nobody(receiver, options)
 
 
 def test_nothing_on_the_wire_is_readable():
-    """What goes between two links, seen by a relay in the middle, holds neither header nor hidden states."""
-    for_ever = {"handshake_timeout_s": 1000.0}  # the relay passes on one connection
+    """A relay between two links sees neither header nor hidden states in plain text."""
+    for_ever = {"handshake_timeout_s": 1000.0}  # the relay forwards only one connection
     with opened(**for_ever) as receiver, opened(**for_ever) as sender, socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen(1)
@@ -297,7 +297,7 @@ def test_nothing_on_the_wire_is_readable():
 
 
 def pass_on(door: socket.socket, endpoint: str, seen: list[bytes]) -> None:
-    """Be the wire of one connection, both ways, until its first end closes it."""
+    """Relay one connection, both ways, until either end closes it."""
     near, _ = door.accept()
     with near, socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))) as far:
         while True:
@@ -389,7 +389,7 @@ push.send_multipart([bytes(int(size)) for size in frames.split(",")])
 print("cut off" if events.poll(10_000) else "not cut off", flush=True)
 os._exit(0)
 """
-"""A sender in a process of its own: libzmq may end one that is cut off within a message of several frames."""
+"""A sender in a process of its own: libzmq may abort one that is cut off within a multipart message."""
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -532,7 +532,7 @@ def test_the_thread_that_sends_and_receives_is_not_bound_to_the_core_of_the_firs
         started = threads() - before
         assert started
         until = time.monotonic() + PATIENCE_MS / 1000
-        while any(os.sched_getaffinity(thread) != allowed for thread in started):  # each moves when it begins
+        while any(os.sched_getaffinity(thread) != allowed for thread in started):  # each moves when it starts
             assert time.monotonic() < until
             os.sched_yield()
         made.close()

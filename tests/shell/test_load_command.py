@@ -28,7 +28,7 @@ KEY = "k" * 20
 
 
 class LoadingModels(FakeModels):
-    """Each is loaded a little later, or found not to be loadable."""
+    """Loads each model a moment later, or finds that it cannot be loaded."""
 
     async def load(self, name: str) -> None:
         name = find_offered(name, self.offered()).id
@@ -42,7 +42,7 @@ class LoadingModels(FakeModels):
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch, tmp_path):
-    """Not this user's heads, models, or keys."""
+    """Hide this user's heads, models and keys."""
     for name, place in {VARIABLE: "local", "PRIMAD_HOME": "home", "HOME": "user"}.items():
         monkeypatch.setenv(name, str(tmp_path / place))
     monkeypatch.delenv("PRIMAD_API_KEY", raising=False)
@@ -50,7 +50,7 @@ def _apart(monkeypatch, tmp_path):
 
 @contextmanager
 def head(backend: FakeBackend, **more: Any) -> Iterator[str]:
-    """A server in a thread; its URL."""
+    """The URL of a server in a thread."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
         app = create_app(backend, **more)

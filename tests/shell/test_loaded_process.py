@@ -1,4 +1,4 @@
-"""A ring process as head and worker have it: what it says is heard to its end, and whatever ends it is told."""
+"""A ring process as head and worker hold it: all its events arrive, and any end of it is reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:
 
 
 async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
-    """What it says, and what ended it."""
+    """All its events, and the error that ended it."""
     events = []
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -64,7 +64,7 @@ async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
 async def test_what_was_said_before_the_end_is_heard_before_it(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
-    for windows in range(200):  # more than are kept for a listener that is late
+    for windows in range(200):  # more than are buffered for a late listener
         ring.report_line(Loading(windows))
     ring.die("no memory")
     events, error = await heard(process)
@@ -87,7 +87,7 @@ async def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_th
         if len(heard) == 300:
             three_hundred.set()
 
-    for windows in range(200):  # more than are kept for a listener that is late
+    for windows in range(200):  # more than are buffered for a late listener
         ring.report_line(Loading(windows))
     async with asyncio.timeout(PATIENCE_S):
         listening = asyncio.create_task(process.listen(hear))
@@ -182,7 +182,7 @@ async def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_fil
 
 
 def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(place):
-    """A ring process that is kept is taken again only for the very same."""
+    """A parked ring process is reused only for exactly the same load."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
     ref = LayerRef("ab" * 32, 32, (LayerTensor("blk.*.attn_q.weight.lora_a", 0, (4, 2), 0, 32),))
@@ -208,7 +208,7 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
 
 
 async def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(place):
-    """Loaded without it they would look as if it had no memory left."""
+    """Loaded without that GPU, they would seem to lack memory."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
     (plain,) = a_load(1, metadata=b"GGUF", layers=()).windows

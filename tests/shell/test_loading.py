@@ -1,4 +1,4 @@
-"""The head's own layers: cut out of the model file into the cache, with room made for them first."""
+"""The head's own layers: copied from the model file into the cache, after room is made for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.gguf import toy_arrays, write_gguf
 
 
 class Cutter:
-    """What ``copy_layers`` needs of a ``ModelCutter``."""
+    """The part of ``ModelCutter`` that ``copy_layers`` needs."""
 
     def __init__(self, layers: Sequence[LayerCut]) -> None:
         self.source = {layer.ref().digest: layer for layer in layers}.get
@@ -29,7 +29,7 @@ def layers(tmp_path) -> list[LayerCut]:
 
 
 async def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
-    """Copy ``layers``; what progress was told."""
+    """Copy ``layers``; returns the reported progress."""
     reported: list[int] = []
     refs = [layer.ref() for layer in layers]
     await copy_layers(Cutter(layers).source, cache, [*refs, *refs], reported.append)

@@ -1,4 +1,4 @@
-"""Heads leave word where their clients are to ask, for as long as they live."""
+"""Heads leave their address for local clients as long as they live."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def matrices(header, *, layers=None):
-    """The matrices of layers, by name; of ``layers`` alone, if some are named."""
+    """The shapes of layers' matrices, by name; only of ``layers``, if given."""
     return {
         name: tensor.shape
         for name, tensor in header.tensors.items()
@@ -32,7 +32,7 @@ def matrices(header, *, layers=None):
 
 
 def llama_logits(path, adapters):
-    """The logits behind ``PROMPT`` of llama.cpp alone, with ``adapters``: files and scales."""
+    """The logits of llama.cpp alone after ``PROMPT``, with ``adapters`` (files and scales)."""
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     loaded = load_adapters(model, [AdapterFile(str(file), scale) for file, scale in adapters])
     params = llama.llama_context_default_params()

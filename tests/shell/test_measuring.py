@@ -1,4 +1,4 @@
-"""Measuring beside a daemon: in a child that ends with its task, and again when the machine is idle."""
+"""Measuring next to a daemon: in a child that ends with its task, and again when the machine is idle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fakes.profile import home_record, machine_record
 
 
 class Reports:
-    """A reporter that keeps what it was told."""
+    """A reporter that keeps progress."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
@@ -37,7 +37,7 @@ class Reports:
         self.steps.append((done, total))
 
     def wait(self, words: str) -> None:
-        """Nobody looks."""
+        """Nothing is displayed."""
 
     def resolve(self) -> None:
         self.settled += 1
@@ -54,20 +54,20 @@ def config(tmp_path, monkeypatch) -> Config:
 def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             if "primad.profiler.process" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
 
 async def until_a_child_runs() -> None:
-    while not children():  # noqa: ASYNC110  (nobody tells)
+    while not children():  # noqa: ASYNC110  (nothing notifies)
         await asyncio.sleep(0.02)
 
 
 async def test_stopping_ends_the_child(config):
     reported: list[str] = []
-    with measuring():  # so it waits for its turn
+    with measuring():  # so that it waits for its turn
         task = asyncio.create_task(OwnProfile(config, Reports(), reported.append).measure())
         await until_a_child_runs()
         task.cancel()
@@ -97,7 +97,7 @@ async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config,
     begun = count()
 
     async def idle() -> None:
-        if next(begun) == 1:  # another daemon of this machine has done it meanwhile
+        if next(begun) == 1:  # another daemon of this machine has measured meanwhile
             write(machine_record(None), home_record(), config.home)
 
     computed_s = iter([0.0, 0.0, 0.5])
@@ -106,7 +106,7 @@ async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config,
     with measuring():  # the first child waits for its turn until something is computed
         refining = asyncio.create_task(OwnProfile(config, Reports()).refine())
         await until_a_child_runs()
-        while children():  # noqa: ASYNC110  (nobody tells)
+        while children():  # noqa: ASYNC110  (nothing notifies)
             await asyncio.sleep(0.02)
     await refining
     assert is_profiled(config.home, None, Effort())

@@ -1,4 +1,4 @@
-"""After a lack of memory the device is looked at until there is room again, up to what its owner allows."""
+"""After a memory shortage, free memory is sampled until there is room again, up to the owner's limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from primad.system.memory import Memory
 GIB = 1 << 30
 PATIENCE_S = 180
 SEVERAL = 4
-"""So many looks, that of the lack of memory among them, say that somebody looks again and again."""
+"""This many samples, including the one of the shortage, show that sampling repeats."""
 
 
 class Machine:
-    """A device of 16 GiB whose clock goes on by ten seconds each time that it is asked."""
+    """A device of 16 GiB whose clock advances ten seconds at each reading."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.available, self.looks, self.now = 8 * GIB, 0, 0

@@ -27,7 +27,7 @@ OLLAMA = "registry.ollama.ai/library/llama3.2"
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """This user's home, with nothing of other programs in it, and primad's in ``primad``."""
+    """This user's home, without models of other programs, and primad's home in ``primad``."""
     for variable in (
         "OLLAMA_MODELS",
         "HF_HOME",

@@ -1,4 +1,4 @@
-"""The library of models: what is found in folders and in the stores of other programs, and what is wrong there."""
+"""The library of models: the contents of folders and of other programs' stores, and what is wrong there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIBRARY = "registry.ollama.ai/library"
 
 @pytest.fixture
 def library(tmp_path):
-    """Reads the library of one store in ``tmp_path / "store"``."""
+    """Reads a library with the one store ``tmp_path / "store"``."""
     (tmp_path / "store").mkdir()
 
     def read(layout="folder", source="", folder=tmp_path / "store"):

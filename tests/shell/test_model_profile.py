@@ -1,4 +1,4 @@
-"""What a model takes besides its weights is what llama.cpp says that it allocates: cells, states and compute buffers."""
+"""A model's memory besides its weights is what llama.cpp says it allocates: KV cache, states and compute buffers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BUFFER = re.compile(r" (KV|RS) buffer size = +([0-9.]+) MiB")
 
 @pytest.fixture
 def printed(caplog):
-    hear_llama()  # another test of this process may have set a callback of its own
+    hear_llama()  # another test of this process may have set a callback
     caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
 
@@ -46,7 +46,7 @@ DIFFERING = [
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *INDEXED, *DIFFERING}))
 def test_cells_and_states_are_what_llama_cpp_allocates(architecture, printed, tmp_path):
-    """Also where layers slide, differ in their heads, keep a state or have one latent vector for all heads."""
+    """This includes layers that slide, differ in their heads, keep a state or have one latent vector for all heads."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
@@ -110,7 +110,7 @@ def state_space(width: int, inner: int, state: int, groups: int) -> dict[str, in
     ids=["latent-128", "latent-64", "mamba-2", "mamba-2-beside", "mamba-2-one-group", "mamba-1", "without-flash"],
 )
 def test_buffers_hold_more_than_weights_say(name, keys, measured_mib):
-    """``measured_mib`` is what llama.cpp allocates for chunks of 512 rows and 4,096 tokens, beside a small feed-forward."""
+    """``measured_mib`` is what llama.cpp allocates for 512-token chunks, 4,096 tokens and a small feed-forward."""
     profile = replace(model_profile(model(name, context_length=4096, **keys)), width=keys["embedding_length"])
     asked = replace(WORK, context_tokens=4096, sequences=1, chunk_rows=512)
     assert compute_buffer_bytes(profile, asked) == pytest.approx(measured_mib * MIB, rel=0.08)
@@ -135,7 +135,7 @@ WIDE = {"width": 1024, "heads": 16, "heads_kv": 4, "head_width": 64, "layers": 2
     ids=["squared", "no-gate", "gate", "fused", "beside", "wide-attention", "small-experts", "large-experts"],
 )
 def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, printed, tmp_path):
-    """Of 512 rows, in a model with one window: no more than 15 % above what llama.cpp allocates, and never below."""
+    """For 512 tokens and one window: at most 15 % above llama.cpp's allocation, and never below."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=name, **{**WIDE, **shape})
     header = read_header(path)

@@ -1,4 +1,4 @@
-"""Any metadata of a model file, whatever its types, values and lengths: a clear error or a model, and never a crash."""
+"""Any metadata of a model file, of any type, value and length, gives a clear error or a model, never a crash."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAMILIES = (
     "bloom",
     "baichuan",
 )
-"""The last two are in no table."""
+"""The last two are not in the table."""
 NAMES = Architecture(name="", entries=("embd",))
 BITS = (8, 16, 32, 64)
 INTEGERS = {
@@ -94,7 +94,7 @@ def headers(tmp_path_factory):
 
 
 def mutated(headers, data):
-    """The header of a model, one or two keys of which are others, or are gone."""
+    """The header of a model with one or two keys changed or removed."""
     header = headers[data.draw(st.sampled_from(FAMILIES))]
     keys = dict(header.values)
     for key in data.draw(st.lists(st.sampled_from(sorted(keys)), min_size=1, max_size=2, unique=True)):
@@ -107,7 +107,7 @@ def mutated(headers, data):
 
 
 def use(header):
-    """All that a daemon does with a header before any process loads the model."""
+    """Everything that a daemon does with a header before a process loads the model."""
     model_profile(header)
     if is_unknown(header):
         header = provisional(header)
@@ -139,7 +139,7 @@ def test_a_header_of_any_metadata_is_used_or_refused_in_one_line(headers, data):
 
 
 def try_cuts(headers, path, data):
-    """Check a file with such a header; whatever llama.cpp makes of it, also in aborting, is a verdict."""
+    """Check a file with such a header; even if llama.cpp aborts, there is a verdict."""
     header = mutated(headers, data)
     tensors = [
         SmallTensor(name=each.name, type=each.type, shape=each.shape, data=bytes(each.bytes))

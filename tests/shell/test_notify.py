@@ -1,4 +1,4 @@
-"""What systemd hears of a daemon."""
+"""What a daemon reports to systemd."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nothing_is_sent_where_nobody_wants_to_know(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such names")
 def test_a_socket_without_a_file_is_reached() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind("")  # Linux chooses a name that is free
+        listener.bind("")  # Linux chooses a free name
         listener.settimeout(60)
         name = listener.getsockname().decode().replace("\0", "@")
         assert notify("READY=1", environ={"NOTIFY_SOCKET": name})
@@ -49,7 +49,10 @@ def test_a_socket_without_a_file_is_reached() -> None:
         ({}, None),
         ({"WATCHDOG_USEC": "90000000"}, 90.0),
         ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "{pid}"}, 90.0),
-        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "1"}, None),  # of another process, whose environment we have
+        (
+            {"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "1"},
+            None,
+        ),  # of another process, whose environment was inherited
         ({"WATCHDOG_USEC": "soon"}, None),
         ({"WATCHDOG_USEC": "0"}, None),
     ],

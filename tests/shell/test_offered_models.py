@@ -1,4 +1,4 @@
-"""The models that a head offers: found, loaded for requests in order, unloaded; over devices that a test controls."""
+"""The models that a head offers: found, loaded for requests in order, unloaded; on devices that a test controls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class House:
     deleted: list[str] = field(default_factory=list)
     may_plan: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something is held that was not, or the other way round."""
+    """Set when a model begins or ends to be held."""
 
     def read(self) -> Library:
         return Library(tuple(self.found), self.problems)
@@ -122,13 +122,13 @@ class House:
         self.found.remove(model)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until what is held is as ``holds`` says."""
+        """Wait until ``holds`` is true."""
         while not holds():
             self.news.clear()
             await self.news.wait()
 
     async def comes_to(self, name: str) -> Held:
-        """``name``, once it is being loaded."""
+        """``name``, once its load begins."""
         await self.until(lambda: name in self.held)
         return self.held[name]
 
@@ -195,7 +195,7 @@ async def test_without_a_name_it_is_the_model_that_was_used_last():
         async with models.use(None):
             assert [each.name for each in house.held.values()] == ["one", "two"]
         await models.unload("two")
-        async with models.use(None) as backend:  # also once it was unloaded
+        async with models.use(None) as backend:  # even after it was unloaded
             assert backend is house.held["two"].backend
 
 
@@ -316,7 +316,7 @@ async def test_what_has_to_go_goes_once_its_requests_have_ended():
         async with models.use("one"):
             pass
         async with models.use("two"):
-            async with models.use("three"):  # in place of the one that nobody uses
+            async with models.use("three"):  # in place of the unused one
                 assert house.ended == ["one"]
             async with models.use("three"):
                 waiting = asyncio.create_task(models.use("one").__aenter__())
@@ -405,7 +405,7 @@ async def test_unloading_returns_also_for_a_model_whose_load_nobody_listened_to(
     async with offered(house) as models:
         async with models.use("one"):
             pass
-        await models.unload("one")  # it was unloaded when somebody listened last
+        await models.unload("one")  # listeners last saw it unloaded
         house.slow.add("one")
         await models.load("one")
         await house.comes_to("one")
@@ -498,7 +498,7 @@ async def test_who_waits_or_is_answered_at_the_end_gets_an_error():
 @pytest.mark.parametrize(
     ("beside", "idle", "busy", "gone"),
     [
-        (1.2, ("a", "b"), (), ()),  # a plan beside others is nearly as good
+        (1.2, ("a", "b"), (), ()),  # a plan next to others is nearly as good
         (2.0, ("a", "b"), (), ("a",)),  # one makes enough room
         (None, ("b", "a"), (), ("b", "a")),  # both are needed
         (2.0, (), ("a",), ()),  # a slow plan is better than a wait

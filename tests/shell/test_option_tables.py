@@ -1,4 +1,4 @@
-"""Options of ``serve`` and ``plan`` in the configuration file: as if they were typed, and what is typed wins."""
+"""Options of ``serve`` and ``plan`` in the configuration file act as if typed, and typed ones win."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_names_the_file_and_the_key(content, message, tmp_path):
 
 
 def test_every_option_can_stand_in_the_file():
-    """In its command's table, or as a key of the device."""
+    """It stands in its command's table, or as a key of the device."""
     own = {field.name for kind in (DeviceOptions, OwnerOptions) for field in fields(kind)} - {"home"}
     own |= {"host", "port", "pause_on_battery"}
     elsewhere = {"listen": "host", "interface": "interface", "device": "devices", "models": "models"}

@@ -1,4 +1,4 @@
-"""The page over HTTP: its files, who may use it, tickets, and one look a second for all who listen."""
+"""The page over HTTP: its files, access, tickets, and one status query a second for all listeners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 180
 
 
 def app_of(*keys: ApiKey, origins=(), **more):
-    """The app with an owner; with ``keys`` it asks for one."""
+    """The app with an owner; with ``keys``, it requires one."""
     admission = Admission(door=Door(lambda: keys) if keys else OPEN, origins=origins, owner_key=OWNER)
     return create_app(FakeBackend(replies("Hi")), admission=admission, **more)
 
@@ -94,7 +94,7 @@ def test_no_other_file_is_given(path):
     assert ask(app_of(), "GET", f"/page/{path}").status_code == 404
 
 
-# ---- who may --------------------------------------------------------------------------------------------------------
+# ---- access ---------------------------------------------------------------------------------------------------------
 
 
 def test_where_there_are_keys_the_page_loads_and_tells_nothing():
@@ -175,7 +175,7 @@ def test_what_the_page_asks_is_short(path):
     assert answer.status_code == 413
 
 
-# ---- the desk -------------------------------------------------------------------------------------------------------
+# ---- devices --------------------------------------------------------------------------------------------------------
 
 CHANGES = ("/ui/pair", "/ui/bring", "/ui/trust", "/ui/revoke", "/ui/lend")
 
@@ -249,7 +249,7 @@ def test_what_the_daemon_refuses_is_told_and_is_no_mistake_of_ours():
 
 
 class Looks:
-    """Counts how often it is looked, and fails when it is told to."""
+    """Counts status queries, and fails on request."""
 
     def __init__(self) -> None:
         self.count = 0

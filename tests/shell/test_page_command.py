@@ -34,7 +34,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def opened(monkeypatch) -> list[str]:
-    """What was opened in a browser."""
+    """The addresses that were opened in a browser."""
     found: list[str] = []
     monkeypatch.setattr(page_command.webbrowser, "open", lambda address: bool(found.append(address) or True))
     return found

@@ -1,4 +1,4 @@
-"""Pages of files that this process has mapped: found, read, given back, counted, and told when a file is not what it was."""
+"""Pages of files mapped in this process: found, read, released, counted, and reported when a file has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = mmap.PAGESIZE
 PART = 1 << 20
 FILE_PARTS = 16
 SLACK = 256 << 10
-"""The system reads around what is asked for, and gives back what it holds together only together."""
+"""The system reads around a request, and releases pages that it holds together only together."""
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux says where a file is mapped, and what is in memory"
 )
@@ -28,7 +28,7 @@ Map = Callable[..., Path]
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Iterator[Map]:
-    """Makes files of ``FILE_PARTS`` parts that are mapped as llama.cpp maps them; on the disk, and not in memory."""
+    """Makes files of ``FILE_PARTS`` parts, mapped as llama.cpp maps them, on disk and not in memory."""
     mappings = []
 
     def make(name: str = "weights", *, mapped: bool = True, size: int = FILE_PARTS * PART) -> Path:
@@ -51,13 +51,13 @@ def weights(tmp_path: Path) -> Iterator[Map]:
 
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system that does not say where a file is mapped."""
+    """A system that does not report where a file is mapped."""
     monkeypatch.setattr(pages_module, "_LIBC", None)
 
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., Pages]]:
-    """Makes units that are closed at the end."""
+    """Makes units and closes them at the end."""
     units: list[Pages] = []
 
     def make(*ranges: FileRange) -> Pages:
@@ -71,7 +71,7 @@ def made() -> Iterator[Callable[..., Pages]]:
 
 @pytest.fixture
 def opened(made: Callable[..., Pages]) -> Callable[..., Pages]:
-    """Makes units whose places in this process are found."""
+    """Makes units that are already located in this process."""
 
     def make(*ranges: FileRange) -> Pages:
         unit = made(*ranges)
@@ -91,7 +91,7 @@ def is_gone(unit: Pages) -> bool:
 
 @pytest.fixture
 def on_disk(weights: Map, opened: Callable[..., Pages]) -> None:
-    """Files of the test's folder can leave the memory."""
+    """Skip the test if files in its folder cannot leave memory."""
     if not is_gone(opened(in_parts(weights("probe"), 0, FILE_PARTS))):
         pytest.skip("the file system of the test's folder keeps its files in memory (tmpfs)")
 
@@ -127,7 +127,7 @@ def test_a_release_leaves_the_neighbours_alone(weights, opened):
 @on_linux
 @pytest.mark.usefixtures("on_disk")
 def test_a_page_that_two_ranges_share_belongs_to_both(weights, opened):
-    """It is read with either and given back with neither."""
+    """Reading either range reads it; releasing one does not release it."""
     path, half = str(weights()), PAGE // 2
     first = opened(FileRange(path, 0, 4 * PART + half))
     second = opened(FileRange(path, 4 * PART + half, 4 * PART))
@@ -198,7 +198,7 @@ def test_a_file_that_somebody_wrote_to_is_told_until_it_is_trusted(weights, open
     assert unit.changed() == []
     with path.open("r+b") as file:
         file.write(b"x")
-    os.utime(path, ns=(1, 1))  # however coarse the clock of the file system
+    os.utime(path, ns=(1, 1))  # even if the file system's clock is coarse
     assert unit.changed() == [str(path)]
     unit.trust(str(path))
     assert unit.changed() == []
@@ -212,7 +212,7 @@ def test_a_file_that_became_shorter_changed(weights, opened):
 
 
 def test_another_file_of_the_same_name_leaves_the_one_in_use_as_it_is(weights, opened):
-    """What is mapped is the old one; the new one is none of this process's business."""
+    """The old file stays mapped; the new one does not concern this process."""
     path, other = weights("a"), weights("b", mapped=False)
     unit = opened(in_parts(path, 0, 4))
     other.replace(path)
@@ -257,7 +257,7 @@ def test_a_row_that_is_read_at_random_brings_nothing_else(weights, opened):
 @on_linux
 @pytest.mark.usefixtures("on_disk")
 def test_an_older_kernel_reads_by_touching(weights, monkeypatch, opened):
-    """Before Linux 5.14 there is no MADV_POPULATE_READ."""
+    """MADV_POPULATE_READ came with Linux 5.14."""
     monkeypatch.setattr(pages_module, "POPULATE_READ", 222)
     unit = opened(in_parts(weights(), 8, 4))
     assert unit.read() == 4 * PART
@@ -266,7 +266,7 @@ def test_an_older_kernel_reads_by_touching(weights, monkeypatch, opened):
 
 @pytest.mark.usefixtures("portable")
 def test_elsewhere_a_mapping_of_our_own_serves(weights, opened):
-    """The file need not be mapped by anybody; what is read is said, what is missing is not known."""
+    """The file need not be mapped; what is read is counted, what is missing is unknown."""
     path = weights(mapped=False)
     unit = opened(FileRange(str(path), 5 * PART + 100, 7 * PART))
     assert unit.mapped()
@@ -343,5 +343,5 @@ def test_what_is_read_on_purpose_is_no_page_fault(weights, opened):
     before, all_before = pages_module.major_faults(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     unit.read()
     counted = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - all_before
-    # Of what the disk brought along with other pages the system counts none.
+    # The system counts no fault for pages that the disk delivered along with others.
     assert pages_module.major_faults() - before <= max(1, counted // 4), "few others, of code that was not in memory"

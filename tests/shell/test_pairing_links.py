@@ -1,4 +1,4 @@
-"""Pairing over real sockets: strangers cost nothing, the right code gets through, each failure is one clear line."""
+"""Pairing over real sockets: strangers cost nothing, the right code succeeds, each failure is one clear line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PI = Who(device="pi", key=new_identity().public, cluster="home", version="0.1")
 
 
 class Invited:
-    """A server that runs, whom it paired with, and how it ends."""
+    """A running server, the devices that it paired with, and its end."""
 
     def __init__(self, **options: float) -> None:
         self.paired: list[TrustedDevice] = []
@@ -38,7 +38,7 @@ class Invited:
 
 @asynccontextmanager
 async def invited(**options: float) -> AsyncIterator[Invited]:
-    """A server that runs, for as long as the test; and a limit on the test's time."""
+    """A running server and a limit on the test's time."""
     running = Invited(**options)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -50,12 +50,12 @@ async def invited(**options: float) -> AsyncIterator[Invited]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies need not look alike to a clock."""
+    """Replies are sent at once; their timing is not tested."""
     monkeypatch.setattr(pairing_links, "REPLY_S", 0.0)
 
 
 async def brought(port: int, code: Code = CODE, **options: float) -> TrustedDevice:
-    """``code`` at ``port``, with as many proofs as one likes."""
+    """Bring ``code`` to ``port``, with no limit on proofs."""
     return await pair_with(HOST, port, code, PI, lambda: None, **options)
 
 
@@ -64,7 +64,7 @@ async def stranger(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def reads_end(reader: asyncio.StreamReader) -> bool:
-    """Whether the other side has nothing more to say."""
+    """Whether the other side has closed the connection."""
     try:
         return await reader.read() == b""
     except ConnectionError:
@@ -72,7 +72,7 @@ async def reads_end(reader: asyncio.StreamReader) -> bool:
 
 
 def run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the clock of the running loop forward by what a connection may take, so that those that stand had their time."""
+    """Advance the loop's clock by the longest time of a connection, so that all open ones are over."""
     loop = asyncio.get_running_loop()
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + pairing_links.RUN_S)
@@ -113,7 +113,7 @@ async def test_guessing_burns_the_code():
 
 @pytest.mark.parametrize("works_s", [0.01, 0.2])
 async def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
-    """As long as computing with it takes less than ``REPLY_S``: here it takes ``works_s``."""
+    """This holds while computing takes less than ``REPLY_S``; here it takes ``works_s``."""
     passed_s, waits = 0.0, []
 
     def work(side: object, element: bytes) -> bytes:
