@@ -1,4 +1,4 @@
-"""A code is brought to whoever announces its number, liars among them: none gets more than its guess."""
+"""A joiner tries its code on every device that announces its number, even liars: each gets one guess."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reply = Callable[[bytes], bytes | None]
 
 
 class Joining:
-    """A device that is given ``CODE``, and what it sees of others."""
+    """A device that is given ``CODE``, with the devices that it sees."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.printed: list[str] = []
@@ -43,14 +43,14 @@ class Joining:
         monkeypatch.setattr(pairing_links, "REPLY_S", 0.0)
 
     def sees(self, *ports: int, addresses: tuple[str, ...] = (HOST,)) -> None:
-        """Devices that announce the number of ``CODE``."""
+        """Add devices that announce the number of ``CODE``."""
         fields = {"cluster": "home", "role": "head", "version": "1", "protocol": 2, "port": 1, "key": DESK.key}
         self.peers += [
             Peer(device=f"d{port}", addresses=addresses, pairing=(CODE.number, port), **fields) for port in ports
         ]
 
     async def pairs(self, at: str | None = None) -> str:
-        """The key that is trusted in the end."""
+        """Pair; returns the key that is trusted."""
         return (await pairing_service.pair(self._node, str(CODE), at, self.printed.append, "head")).key
 
     async def _look(self, *_: object) -> list[Peer]:
@@ -63,7 +63,7 @@ def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Joining:
 
 
 class Liar:
-    """Poses as the inviter with a guess at the code, or with ``first`` in its place, and counts what it hears."""
+    """Poses as the inviter, sends a guess at the code (or ``first`` instead), and counts what it receives."""
 
     def __init__(self, after_proof: bytes | None, first: bytes | None = None) -> None:
         self.starts = self.proofs = 0
@@ -118,7 +118,7 @@ async def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining
 async def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ):
-    """And no sooner, whatever wait it names: here the patience is over before."""
+    """Not sooner, whatever wait it names: here the joiner's patience ends before."""
     monkeypatch.setattr(pairing_service, "PATIENCE_S", 0.3)
     async with asyncio.timeout(60):
         liar = Liar(None, first=SLOW)
@@ -174,12 +174,12 @@ async def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining
 async def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ):
-    """It names the right one's place as well, behind them: that is not refused for it."""
+    """It lists the right device's address last, which is not rejected for that."""
     reach = pairing_service.pair_with
 
     async def silent(host: str, *arguments: Any) -> TrustedDevice:
         if host != HOST:
-            monkeypatch.setattr(pairing_service, "TURN_S", 60.0)  # the turn of the device that answers
+            monkeypatch.setattr(pairing_service, "TURN_S", 60.0)  # the turn of the device that replies
             await asyncio.Event().wait()
         return await reach(host, *arguments)
 

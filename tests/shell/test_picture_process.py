@@ -1,4 +1,4 @@
-"""The process for pictures, with a tiny encoder: what it makes of good files, of bad ones, and what becomes of a crash."""
+"""The picture process with a tiny encoder: good files, bad files, crashes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_picture_becomes_rows_of_the_models_width_between_tokens(files):
 
 
 async def test_a_webp_is_its_pixels_and_an_animated_one_its_first_frame(files):
-    """As a PNG of these pixels, bit for bit; what is transparent keeps its colour."""
+    """It equals a PNG of these pixels, bit for bit; transparent pixels keep their colour."""
     pixels = [np.random.default_rng(seed).integers(0, 256, (40, 48, 3), np.uint8) for seed in (1, 2)]
     frames = [Image.fromarray(each) for each in pixels]
     still, moving, clear = BytesIO(), BytesIO(), BytesIO()
@@ -138,7 +138,7 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
         first = await service.encode(noise(1), "a")
         os.kill(service.pid, signal.SIGSTOP)
         asking = asyncio.create_task(service.encode(noise(2), "a"))
-        for _ in range(20):  # steps of this loop, until it is asked
+        for _ in range(20):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         assert await service.encode(noise(1), "a") is first, "what is kept waits for no other picture"
         os.kill(service.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ async def test_an_encoder_of_another_model_is_named_to_clients_and_once_with_its
 async def test_a_process_that_nobody_needs_any_more_ends_and_the_next_picture_starts_it_again(files):
     async with pictures(files, idle_s=0.0, kept_bytes=0) as service:
         first = await service.encode(noise(1), "a")
-        for _ in range(20):  # steps of this loop, until it is told to end
+        for _ in range(20):  # turns of the event loop until it is told to end
             await asyncio.sleep(0)
         assert service.pid is None
         assert await service.encode(noise(1), "a") == first
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_costs_the_others_no_process(files):
     async with pictures(files) as service:
         await service.encode(noise(1), "a")
         pid, leaving = service.pid, asyncio.create_task(service.encode(noise(2), "a"))
-        for _ in range(3):  # steps of this loop, until it is asked
+        for _ in range(3):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         leaving.cancel()
         await service.encode(noise(2), "b")

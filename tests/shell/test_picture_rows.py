@@ -1,4 +1,4 @@
-"""A prompt with pictures gives, whole and between any windows, the logits of llama.cpp with its libmtmd, bit for bit."""
+"""A prompt with pictures gives the logits of llama.cpp with its libmtmd, bit for bit, whole and between any windows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = EngineOptions(context=1024, sequences=1, rows=64, threads=1, batch_thr
 
 
 def prompt_of(encoder, vocabulary, parts):
-    """The ids of a prompt of ``parts``, and its pictures."""
+    """The token ids of a prompt of ``parts``, and its pictures."""
     prompt, pictures = [], []
     for number, part in enumerate(parts):
         if isinstance(part, str):
@@ -46,8 +46,9 @@ def prompt_of(encoder, vocabulary, parts):
 
 
 def answer(forward, logits, prompt, pictures, rows, *, is_causal=False, first=0):
-    """Logits of the most likely tokens behind ``prompt``, which is computed from ``first`` on, ``rows`` at a time as a ring
-    does."""
+    """The logits after ``prompt`` and each of the greedy tokens; the prompt is computed from ``first`` on, ``rows``
+    tokens at a time as in a ring.
+    """
     chunking = Chunking(rows=rows, minimum=rows, begins=lambda _: False)
     prompt, found = list(prompt), []
     while len(found) < DECODED:
@@ -75,7 +76,7 @@ def answer(forward, logits, prompt, pictures, rows, *, is_causal=False, first=0)
 
 QUICK = [
     ("gemma3", "gemma3", None),
-    ("gemma3", "gemma3", Eye(side=128)),  # a large step, whose rows come to the graph otherwise
+    ("gemma3", "gemma3", Eye(side=128)),  # a large step, whose embeddings enter the graph in another way
     ("kimivl", "deepseek2", None),
 ]
 OTHERS = [
@@ -87,7 +88,7 @@ OTHERS = [
 
 
 def write_seeing(model, encoder, kind, architecture, eye=None):
-    """A tiny model that sees, or hears, with its encoder; its shape."""
+    """Write a tiny model that sees or hears, with its encoder; returns its shape."""
     family = FAMILIES[kind]
     sizes = {"width": family.model_width} if family.model_width else {}
     values = {f"{architecture}.{key}": array_value(GGUFValueType.INT32, each) for key, each in family.values.items()}
@@ -97,14 +98,14 @@ def write_seeing(model, encoder, kind, architecture, eye=None):
 
 
 def random_cuts(header, name):
-    """Three windows, where there may be as many, at cuts that hang on ``name``."""
+    """Up to three windows, with cuts drawn by ``name``."""
     places = sorted(cut_points(header))
     return [0, *sorted(Random(name).sample(places, min(2, len(places)))), layer_count(header)]
 
 
 @pytest.mark.parametrize(("kind", "architecture", "eye"), QUICK + OTHERS)
 def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
-    """Pictures between text, one of them longer than a step where its rows may be cut."""
+    """Pictures between text, one of them longer than a step where its embeddings may be split."""
     model, encoder = tmp_path / "model.gguf", tmp_path / "encoder.gguf"
     family = FAMILIES[kind]
     options = replace(OPTIONS, rows=128 if family.looks_ahead else 64, context=2048 if family.hears else 1024)

@@ -1,4 +1,4 @@
-"""``primad plan`` as its user sees it: a table, JSON that keeps its promise, one clear line for every mistake."""
+"""``primad plan`` as its user sees it: a table, JSON with a stable schema, one clear line for every mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def plan(command):
-    """Runs ``primad plan`` with the arguments; gives exit code, output and error output."""
+    """Runs ``primad plan`` with the arguments; returns exit code, output and error output."""
     return lambda *arguments: command("plan", *arguments)
 
 
@@ -93,7 +93,7 @@ def test_the_header_of_a_gguf_is_enough(plan, smollm2, tmp_path):
     with smollm2.open("rb") as file:
         header.write_bytes(file.read(read_header(smollm2).data_offset))
     whole, cut = (json.loads(plan("--model", path, *FLEET, "--json")[1]) for path in (smollm2, header))
-    for answer in (whole, cut):  # what another device would cost is the best that is found in a while
+    for answer in (whole, cut):  # the cost of another device is the best plan found within a time limit
         answer["left_out"] = [device["name"] for device in answer["left_out"]]
     assert cut == whole
 
@@ -214,7 +214,7 @@ def test_adapters_that_no_window_has_and_that_llama_cpp_cannot_compute_are_named
     common = write_adapter(tmp_path / "common.gguf", {"token_embd.weight": (64, 320)})
     code, out, err = plan("--model", path, "--lora", strange, "--devices", profiles, "--json")
     assert code == 0
-    assert " ".join(err.split()).endswith(  # behind what llama.cpp says of the model that was written
+    assert " ".join(err.split()).endswith(  # after llama.cpp's own lines about the model that was written
         f"--lora {strange}: changes 'rope_freqs.weight', which no window has; one device serves the model whole"
     )
     assert len(json.loads(out)["devices"]) == 1

@@ -1,4 +1,4 @@
-"""What ``tools/check`` asks ty: does macOS or Windows lack what a module uses outside of a guarded place."""
+"""ty finds, for ``tools/check``, what macOS or Windows lack of the names that a module uses unguarded."""
 
 from __future__ import annotations
 

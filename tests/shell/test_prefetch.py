@@ -1,6 +1,6 @@
-"""The loader thread and the thread that computes: what is read and given back, in which order, and how an error travels.
+"""The loader thread and the computing thread: what is read and released, in which order, and how an error travels.
 
-The units are fakes that log what is done to them. Tests wait for what is logged, never for time.
+The units are fakes that log calls. Tests wait for log lines, never for time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE = 10
 
 
 class Log:
-    """What was done, in order; ``wait`` until it shows something."""
+    """The calls so far, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -43,7 +43,7 @@ class Log:
         self.wait_until(lambda: self.lines.count(line) >= count, f"{count} times {line!r}")
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until ``condition`` holds; asked after every line."""
+        """Wait until ``condition`` holds; it is checked after every line."""
         with self._news:
             if not self._news.wait_for(condition, PATIENCE_S):
                 pytest.fail(f"not {what} in {self.lines}")
@@ -53,7 +53,7 @@ class Log:
 
 
 class FakePages:
-    """A unit of two pieces. ``gate`` holds its reading back, ``begun`` is set by then; ``error`` breaks it."""
+    """A unit of two pieces. ``gate`` blocks its reading after ``begun`` is set; ``error`` makes it fail."""
 
     def __init__(self, number: int, log: Log) -> None:
         self.number, self._log = number, log
@@ -117,7 +117,7 @@ class FakePages:
 
 
 class FakePart:
-    """Some pieces of a unit."""
+    """A range of a unit's pieces."""
 
     def __init__(self, unit: FakePages, begin: int, end: int) -> None:
         assert begin % HALF == end % HALF == 0
@@ -206,7 +206,7 @@ class Rig:
         )
 
     def lap(self, *, first: int = 0, last: int | None = None) -> None:
-        """Compute one window, telling all borders."""
+        """Compute one window, reporting all borders."""
         end = len(self.units) if last is None else last
         self.streamer.arrive(first, end)
         for unit in range(first, end):
@@ -219,22 +219,22 @@ class Rig:
         return {unit.number for unit in self.units if unit.present}
 
     def read_ahead(self) -> None:
-        """Wait until the loader has read all that it reads ahead of where the step stands."""
+        """Wait until the loader has completed its read-ahead."""
         read_ahead(self.streamer)
 
     def is_at_the_top(self) -> bool:
-        """Whether all stays that may: the loader takes no more room, nor is it about to."""
+        """Whether all that may stay does: the loader takes no more room, and will not."""
         with self.streamer._condition:
             return self.streamer._level == 0
 
 
 def read_ahead(streamer: Streamer) -> None:
-    """Wait until the loader has read all that it reads ahead of where the step stands, or has failed."""
+    """Wait until the loader has completed its read-ahead or failed."""
     deadline = time.monotonic() + PATIENCE_S
     with streamer._condition:
         while streamer._held != streamer.residency.wanted(streamer._position) and streamer._error is None:
             assert time.monotonic() < deadline
-            streamer._condition.wait(0.01)  # what is given back alone is told nobody
+            streamer._condition.wait(0.01)  # a release alone notifies nobody
 
 
 Make = Callable[..., Rig]
@@ -338,14 +338,14 @@ def test_the_computing_thread_waits_for_what_is_not_there_and_the_wait_is_counte
 
 
 def test_a_loader_that_is_overtaken_turns_to_what_is_needed(rig):
-    """A step went elsewhere while a unit was read: the rest of that unit is not read."""
+    """A step moved elsewhere during a unit's read, whose rest is then skipped."""
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
     assert made.units[0].begun.wait(PATIENCE_S)
     thread = threading.Thread(target=made.streamer.reach, args=[2])
     thread.start()
-    # The first piece of unit 0 is under way; the position has moved when the second is due.
+    # The first piece of unit 0 is being read; the position has moved when the second is due.
     while made.streamer._position != 2:
         pass
     made.units[0].gate.set()
@@ -453,7 +453,7 @@ def test_what_stays_is_locked_and_what_streams_is_not(rig):
 
 
 def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a_rest(rig):
-    made = rig(4, {3}, 1, look_every_s=0.0)  # the loader itself does not look
+    made = rig(4, {3}, 1, look_every_s=0.0)  # the loader itself does not check
     made.units[3].present = SIZE
     made.streamer.start()
     made.units[1].present = 0
@@ -480,7 +480,7 @@ def test_one_resident_unit_after_the_other_is_looked_at_while_steps_pass(rig):
     made.units[3].present = SIZE
     made.streamer.start()
     made.units[2].present = 0
-    while made.log.lines.count("read 2") < 4:  # as often as it takes; a lap is short
+    while made.log.lines.count("read 2") < 4:  # as often as needed; a ring pass is short
         made.lap()
     assert made.units[2].present == SIZE
 
@@ -552,7 +552,7 @@ def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
 
 
 def parted(rig: Callable[..., Rig], settled_s: float = 0.0) -> Rig:
-    """Units that are in memory and of which halves stream, and a loader that takes room as soon as it is there."""
+    """Units in memory, of which some stream by halves, and a loader that takes room as soon as there is any."""
     made = rig(8, {0, 1, 2, 3, 4, 5}, 2, spread=halves(8), settled_s=settled_s, watch_every_s=0.0)
     for unit in made.units:
         unit.present = SIZE
@@ -662,7 +662,7 @@ def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, mo
 
 
 def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig):
-    """As after a step of another window that failed."""
+    """As after a failed step of another window."""
     made = parted(rig)
     streamer, base = made.streamer, made.residency
     streamer.start()
@@ -678,7 +678,7 @@ def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_wha
 
 
 class Parts(FakePages):
-    """A unit of eight pieces, nothing of which is logged."""
+    """A unit of eight pieces without a log."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, Log())
@@ -692,7 +692,7 @@ class Parts(FakePages):
 
 
 class Counted(Parts):
-    """A unit whose pieces are counted as they are read: what streams of all of them is never more than the room."""
+    """A unit that counts reads of its pieces: the streamed pieces of all units never exceed the room."""
 
     def __init__(self, number: int, all_units: list[Counted], residency: Residency) -> None:
         super().__init__(number)
@@ -752,7 +752,7 @@ def test_in_any_number_of_rounds_all_room_is_used_and_never_more(seed):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_needed_and_gone_when_it_is_not(seed):
-    """Steps in any order and from time to time a large one, while others let more stay or stream."""
+    """Steps in any order, at times a large one, while another thread changes what stays and what streams."""
     dice = random.Random(seed)
     count, size = dice.randrange(1, 12), 8 * HALF
     spread = Spread((size,) * count, (tuple(range(0, size + 1, HALF)),) * count, dice.choice([0, size]))
@@ -800,7 +800,7 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
         thread.join(PATIENCE_S)
 
     def left() -> list[str]:
-        """What is in memory, or is locked, against what is to be."""
+        """Differences between what is in memory or locked and what should be."""
         now, wanted = streamer.residency, streamer.residency.wanted(streamer._position)
         found = []
         for unit, (begin, end) in zip(units, now.parts, strict=True):

@@ -1,4 +1,4 @@
-"""Processes of tests: each test runs once, files stay whole, and one that dies is a failure."""
+"""Test processes: each test runs once, files stay whole, and a process that dies is a failure."""
 
 from __future__ import annotations
 

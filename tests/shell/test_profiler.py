@@ -71,7 +71,7 @@ def shape_of(task: TimeWindow) -> LayerShape:
 
 
 class Machine:
-    """A fake of ``Trials``: windows cost what the model of time says, exactly; ``broken`` extra buffers crash."""
+    """A fake of ``Trials``: windows take exactly the time of the cost model; ``broken`` extra buffers crash."""
 
     def __init__(self, step_s: float = 2e-4, layer_s: float = 3e-5, rate: float = 2e10) -> None:
         self.step_s, self.layer_s, self.rate = step_s, layer_s, rate
@@ -124,12 +124,12 @@ class Machine:
 
 @pytest.fixture
 def has_weights() -> None:
-    """For tests in which llama.cpp computes."""
+    """Request this where llama.cpp computes."""
 
 
 @pytest.fixture(autouse=True)
 def _no_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows have holes for weights: a ``Machine`` asks for their size alone, and gigabytes take their time."""
+    """Leave holes in place of weights: a ``Machine`` only asks for their size, and writing gigabytes takes time."""
     if "has_weights" not in request.fixturenames:
         monkeypatch.setattr(synthetic, "fill", lambda file, piece, size: file.truncate(file.seek(size, os.SEEK_CUR)))
 
@@ -224,7 +224,7 @@ def test_a_quick_effort_tries_no_extra_buffers(tmp_path):
 
 def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
     class Slowed(Machine):
-        """The first type is timed while something else runs."""
+        """Other programs slow the timing of the first type."""
 
         def time(self, task: TimeWindow) -> TrialTimes | str:
             found = super().time(task)
@@ -239,7 +239,7 @@ def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
 
 def test_the_main_type_has_time_for_more_rows_of_a_chunk_on_a_slow_device(tmp_path):
     class Slow(Machine):
-        """It has time for 64 rows, of a chunk that may take as long for 256, of which each takes a tenth less."""
+        """It has time for 64 tokens; a chunk that may take as long has 256, each a tenth faster."""
 
         def time(self, task: TimeWindow) -> TrialTimes | str:
             found = super().time(task)
@@ -495,7 +495,7 @@ def test_no_gpu_is_the_ordinary_case():
 
 
 def test_a_trial_that_needs_no_gpu_sees_none(tmp_path, monkeypatch):
-    """So that no driver is woken, which may be broken."""
+    """No driver is loaded, since it may be broken."""
     seen: list[dict[str, str]] = []
     real = subprocess.Popen
 
@@ -515,7 +515,7 @@ def test_a_trial_that_needs_no_gpu_sees_none(tmp_path, monkeypatch):
 
 
 class FakeGgml:
-    """ggml's calls about devices: a CPU, a card and a GPU within the processor."""
+    """ggml's device calls: a CPU, a card and an integrated GPU."""
 
     devices = ((0, b"CPU", b"a cpu", 64, 60), (1, b"CUDA", b"a card\n", 24, 30), (2, b"MTL", b"Apple M4", 48, 40))
 
@@ -740,7 +740,7 @@ def test_a_gpu_that_cannot_be_used_is_a_reason(tmp_path, monkeypatch, answer, wh
 
 
 def test_a_gpu_that_hangs_later_leaves_the_rest_out(tmp_path, monkeypatch):
-    """What was measured by then counts, and one hang is waited for, not one for each type."""
+    """Earlier measurements count, and only one hang is waited for, not one for each type."""
 
     class Hanging(FakeChildren):
         def time(self, task: TimeWindow) -> TrialTimes | str:
@@ -757,7 +757,7 @@ TWO_TYPES = Effort(types=TYPES[:2])
 
 
 def once() -> Budget:
-    """Time for each type once."""
+    """A budget with time for each type once."""
     return Budget(0.0, lambda: 0.0)
 
 
@@ -782,7 +782,7 @@ def test_a_gpu_is_asked_how_it_helps_with_prompts_through_layers_in_ram(tmp_path
 @pytest.mark.parametrize("answer", ["a trial was ended by SIGSEGV", "a trial did not end within 40 s", None])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_gpu_that_fails_to_help_does_not_and_serves(tmp_path, monkeypatch, answer, kind):
-    """Whatever the first type or a later one ends with; None stands for figures that cannot be."""
+    """Whatever ends the first type or a later one; None stands for impossible figures."""
 
     class Failing(FakeChildren):
         def time(self, task: TimeWindow) -> TrialTimes | str:
@@ -843,7 +843,7 @@ def test_what_ends_while_a_disk_is_measured_is_one_clear_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- cached measurements --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -886,7 +886,7 @@ def test_gpus_that_cannot_be_told_cost_no_device(tmp_path, measured, monkeypatch
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
-    """What was measured so far, by fakes, while nothing else ran."""
+    """The steps measured so far, by fakes on an idle machine."""
     done: list[str] = []
 
     def cpu(folder: Path, pinned: int | None, advance: Any, effort: Effort, budget: Budget) -> Any:
@@ -1068,7 +1068,7 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
     "effort", [QUICK, pytest.param(Effort(), marks=pytest.mark.matrix)], ids=["quickly", "with all effort"]
 )
 def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weights, monkeypatch):
-    monkeypatch.setattr(profiles, "_ratio", lambda *_: None)  # other tests have the processor for some figures alone
+    monkeypatch.setattr(profiles, "_ratio", lambda *_: None)  # other tests share the processor during some measurements
     home = a_home(tmp_path)
     reported: list[str] = []
     profile = profile_device("desk", home, None, reported.append, effort=effort)

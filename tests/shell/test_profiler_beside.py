@@ -1,4 +1,4 @@
-"""What a token costs besides computing it: with fakes, and once in real children."""
+"""The cost of a token besides computing it: with fakes, and once in real children."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primad.profiler.trials import child_trials
 
 
 class Cores:
-    """Two processes on the same cores: who computes after the other takes longer."""
+    """Two processes on the same cores: a step takes longer after one of the other process."""
 
     def __init__(self, wake_s: float) -> None:
         self.wake_s = wake_s

@@ -1,4 +1,4 @@
-"""Downloads and deletions of a running head, from a hub over loopback."""
+"""Downloads and deletions in a running head, from a hub on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of which llama.cpp asks nothing give the same bits as those of which it asks about every node."""
+"""Steps without eval callbacks of llama.cpp give the same bits as steps with one for every node."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from tools import synth
 
 LONG = replace(OPTIONS, context=512, sequences=1, branches=1)
 CHUNKS = [PROMPT[:64], *[[token] for token in range(30, 80)], [5, 6, 7, 8], *[[token] for token in range(60, 240)]]
-"""A prompt, single rows, four at once, and single rows past the 256 cells behind which llama.cpp builds another graph."""
+"""A prompt, single tokens, four at once, and single tokens past 256 cells, where llama.cpp builds another graph."""
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The nodes about which llama.cpp asked since this was cleared."""
+    """The nodes for which llama.cpp called back since the list was cleared."""
     nodes = []
 
     def note(tap, node):
@@ -38,7 +38,7 @@ def header(request, tmp_path):
 
 
 def logits_of(header, route):
-    """What the whole model, with a callback that is always asked, and ``route`` give for each of ``CHUNKS``."""
+    """Logits for each of ``CHUNKS``, from the whole model with all callbacks and from ``route``."""
     files = files_of(header.path, (), assigned(layer_count(header), 0, is_tail=True))
     model = WholeModel(files, LONG, frozenset(), vocabulary=vocabulary_size(header))
     model._quiet._scheduler = lambda: None

@@ -1,4 +1,4 @@
-"""What the kernel's files, and the systems that have none, say of memory becomes a reading; what is missing is None."""
+"""Memory readings from the kernel's files, and from systems without them; missing values are None."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_came_back_from_swap(kernel):
 
 
 def test_all_file_pages_of_a_group_are_available(kernel):
-    """Our layers are among them: what we hold is subtracted once, by the policy."""
+    """They include our layers: the policy subtracts what we hold, once."""
     kernel.member_of("0::/a/b")
     kernel.group("a", "max", 7 * GIB, (0, 0))
     folder = kernel.group("a/b", 512 * MIB, 500 * MIB, (100 * MIB, 300 * MIB))
@@ -141,7 +141,7 @@ def test_a_system_without_any_of_these_files(tmp_path):
 
 
 def sysctl(values: dict[bytes, int]):
-    """``sysctlbyname`` of a macOS that knows ``values``."""
+    """``sysctlbyname`` of a macOS that has ``values``."""
 
     def call(name, value, size, new, new_size) -> int:
         if name not in values:
@@ -171,7 +171,7 @@ def test_a_macos_that_tells_nothing(monkeypatch, tmp_path):
 
 
 class Kernel32:
-    """The two functions of Windows; ``low`` is None where the second fails."""
+    """The two functions of Windows; with ``low`` None, the second fails."""
 
     def __init__(self, low: int | None) -> None:
         self.low = low
@@ -198,7 +198,7 @@ def test_this_machine_is_read_in_less_than_a_millisecond():
     assert reading.major_faults is not None
 
     def seconds() -> float:
-        start = time.thread_time()  # what others compute meanwhile does not count
+        start = time.thread_time()  # other processes do not count
         sources.read()
         return time.thread_time() - start
 

@@ -1,4 +1,4 @@
-"""Answers of llama.cpp go on in another ring from the cells that were kept of them, with the bits that they had."""
+"""Requests of llama.cpp resume in another ring from kept KV cells, with the same bits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PROMPT = [(7 * place) % 90 + 3 for place in range(40)]
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.5, seed=3, presence_penalty=0.5, penalty_tokens=8)
 TOKENS = 24
 WIDE = {"width": 256, "head_width": 64}
-"""Heads that whole blocks of Q8_0 fit."""
+"""The heads' width is a multiple of a Q8_0 block."""
 
 
 class OneDevice:
-    """The head's part of a ring process that has the whole model, and what it told."""
+    """The head's part of a ring process with the whole model, and the events that it reported."""
 
     def __init__(self, path, cells, options, *, streams=False, states=0) -> None:
         header = read_header(path)
@@ -65,7 +65,7 @@ class OneDevice:
         self.events = []
 
     def run(self, *asked, until=lambda events: False) -> None:
-        """Until it is quiet, or ``until`` says so."""
+        """Run until it is idle or ``until`` holds."""
         for each in asked:
             self.head.submit(each)
         while not until(self.events) and (outcome := self.head.turn()) is not None:
@@ -73,7 +73,7 @@ class OneDevice:
             self.events += outcome.events
 
     def reported(self, request):
-        """Tokens and log-probabilities."""
+        """The request's tokens and log-probabilities."""
         return [
             (each.token, each.logprob) for each in self.events if isinstance(each, Sampled) and each.request == request
         ]
@@ -173,7 +173,7 @@ FAMILIES = ["qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_model_with_states_goes_on_from_one_and_finds_prompts_up_to_one(architecture, tmp_path):
-    """Two requests at once that begin alike; one goes on in another process, and a prompt is found again there."""
+    """Two concurrent requests with a common prefix; one resumes in another process, which also finds the prompt."""
     path, options = tmp_path / "model.gguf", msgspec.structs.replace(OPTIONS, rows=16, sequences=2)
     synth.write_model(path, architecture=architecture, **WIDE)
     longer, opened = [*PROMPT[:32], *PROMPT[:20]], []

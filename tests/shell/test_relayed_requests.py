@@ -43,12 +43,12 @@ STREAMS = [
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """A head that is stopped waits for no response."""
+    """A stopping head waits for no response."""
     monkeypatch.setattr(server_module, "GRACE_S", 0)
 
 
 class LabHead:
-    """A head's relay server on loopback, which can be stopped."""
+    """A head's relay server on loopback that can be stopped."""
 
     def __init__(self, app: ASGIApp, session: int = 1, gone_after_s: float = PATIENCE_S) -> None:
         self._context = zmq.asyncio.Context()
@@ -76,7 +76,7 @@ class LabHead:
         return self
 
     async def die(self) -> None:
-        """Its connections break at once, without a last word."""
+        """Break its connections at once, without a goodbye."""
         self._context.destroy(linger=0)
         self._task.cancel()
         with suppress(asyncio.CancelledError, zmq.ZMQError):
@@ -91,7 +91,7 @@ class LabHead:
 
 @asynccontextmanager
 async def relaying(app: ASGIApp | None, identity: Identity = DEVICE) -> AsyncIterator[tuple[Relay, LabHead | None]]:
-    """A device that relays to a head with ``app``, if there is one."""
+    """A device that relays to a head with ``app``, or to none."""
     relay = Relay(identity, "sofa")
     head = None if app is None else await LabHead(app).begun()
     relay.follow(None if head is None else head.place)
@@ -124,7 +124,7 @@ def plain(text: str = "Hello there") -> ASGIApp:
 
 
 def asked_of(seen: list[dict[str, Any]]) -> ASGIApp:
-    """An application that notes requests and returns their bodies."""
+    """An application that records requests and returns their bodies."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -323,7 +323,7 @@ def test_a_stream_that_loses_its_head_ends_with_the_dialects_error(path, body, l
 
 
 async def _cut(path: str, body: dict[str, Any], ends: Callable[[Relay, LabHead], Awaitable[None]]) -> list[Any]:
-    """What a client gets in whose response the head ``ends``."""
+    """What a client receives if ``ends`` interrupts its response."""
     async with relaying(create_app(FakeBackend(replies("a", asyncio.Event())))) as (relay, head):
         assert head is not None
         client = BareClient(path, **body)
@@ -371,7 +371,7 @@ def test_a_silent_head_and_a_silent_device_are_gone_after_a_while(monkeypatch):
             client = BareClient(CHAT, **HELLO, stream=True)
             asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await _until(client, b'"a"')
-            monkeypatch.setattr(link_module.HeadLink, "_send", lambda *_: None)  # nothing of it arrives any more
+            monkeypatch.setattr(link_module.HeadLink, "_send", lambda *_: None)  # none of its messages arrive any more
             await backend.calls[0].closed.wait()
             await asking
         await relay.close()

@@ -1,4 +1,4 @@
-"""What a ring process says is heard as it arrives, in order, however it is cut on its way."""
+"""Events of a ring process are handled as they arrive, in order, however the stream is split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAID = [Loading(number) for number in range(5)]
 
 
 class Link(asyncio.Transport):
-    """Says whether it is read."""
+    """Records whether it is being read."""
 
     reads = True
 
@@ -35,7 +35,7 @@ def events() -> tuple[_Events, Link]:
 
 
 async def rest(of: _Events) -> list[RingEvent]:
-    """What was not heard, when it is gone."""
+    """The events not yet handled when the process is gone."""
     of.eof_received()
     left = []
     while (body := await of.next()) is not None:

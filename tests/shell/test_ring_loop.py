@@ -1,4 +1,4 @@
-"""The loop of a ring process with fake windows: it hears its daemon whatever the ring does, and is reopened in place."""
+"""The loop of a ring process with fake windows: it hears its daemon whatever the ring does, and reopens in place."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 
 def no_streams(*indices: int) -> Streams:
-    """All weights of windows ``indices`` are somewhere else."""
+    """Streams without weights for windows ``indices``."""
     windows = [StreamedWindow(index=index, assignment=in_memory(0, 1), units=None) for index in indices]
     return Streams(windows, read_ahead_bytes=0, lock=False, usage=None)
 
@@ -121,7 +121,7 @@ def a_step(window: int, rows: int = 2, *, epoch: int = 1, start: int = 0) -> Ste
 
 
 class Process:
-    """The loop of a ring process in a thread, and the daemon's end of its connection."""
+    """The loop of a ring process in a thread, with the daemon's end of its connection."""
 
     def __init__(self, timings: RingTimings) -> None:
         self._timings = timings
@@ -141,7 +141,7 @@ class Process:
                 self.failure = exc
 
     def send(self, *commands: RingCommand) -> None:
-        """Give it commands, all at once."""
+        """Send commands, all at once."""
         self._ours.sendall(b"".join(map(frame, commands)))
 
     def event(self) -> RingEvent:
@@ -151,13 +151,13 @@ class Process:
         return event_decoder.decode(self._events.read(frame_bytes(length)))
 
     def expect(self, kind: type) -> RingEvent:
-        """Its next event, which is of ``kind``."""
+        """Its next event, which must be of ``kind``."""
         event = self.event()
         assert isinstance(event, kind), event
         return event
 
     def status(self) -> Status:
-        """Ask for its status; what it says of a late neighbour meanwhile is passed over, but kept in ``late``."""
+        """Ask for its status; reports of a late neighbour meanwhile go to ``late``."""
         self.send(Report())
         while isinstance(event := self.event(), Overdue):
             self.late.append(event)
@@ -182,7 +182,7 @@ class Process:
 
 @contextmanager
 def started(command: Open, timings: RingTimings = RingTimings()) -> Iterator[tuple[Process, Opened]]:
-    """A process that has opened."""
+    """An opened process."""
     process = Process(timings)
     try:
         process.send(command)
@@ -194,7 +194,7 @@ def started(command: Open, timings: RingTimings = RingTimings()) -> Iterator[tup
 
 @contextmanager
 def neighbour(*windows: int, epoch: int = 1) -> Iterator[Links]:
-    """Links as a device beside the process has them, which holds ``windows``."""
+    """The links of a neighbouring device that holds ``windows``."""
     limits = StepLimits(ring=1, epoch=epoch, windows=frozenset(windows), width=WIDTH, rows=8, context=128, sequences=1)
     links = Links("127.0.0.1", limits)
     try:
@@ -217,7 +217,7 @@ def windows(monkeypatch, model) -> dict[int, FakeHiddenWindow]:
 
 
 def hidden(model: FakeModel, tokens: list[int]) -> np.ndarray:
-    """The hidden states that arrive at window 1 for ``tokens``, which begin a text."""
+    """The hidden states that arrive at window 1 for ``tokens`` at the start of a text."""
     count = len(tokens)
     rows = Rows(
         content=np.array(tokens, np.int32), positions=range(count), sequences=[[0]] * count, outputs=[False] * count
@@ -226,7 +226,7 @@ def hidden(model: FakeModel, tokens: list[int]) -> np.ndarray:
 
 
 def opening_of_two(**changes) -> Open:
-    """Opens windows 1 and 2; their files do not matter."""
+    """Opens windows 1 and 2, with any files."""
     return an_open(
         windows=[
             WindowSource(window=index, metadata="", layers=(), assignment=in_memory(0, 1), extra_buffers=False)
@@ -237,7 +237,7 @@ def opening_of_two(**changes) -> Open:
 
 
 def exchange(sender: Links, receiver: Links, *, until: Callable[[], bool]) -> None:
-    """Let two links do what there is to do until ``until``."""
+    """Serve both links until ``until`` holds."""
     deadline = time.monotonic() + TIMEOUT_S
     while not until():
         assert time.monotonic() < deadline, "nothing moves"
@@ -250,7 +250,7 @@ def exchange(sender: Links, receiver: Links, *, until: Callable[[], bool]) -> No
 
 
 def through(before: Links, after: Links, step: Step, content: np.ndarray) -> tuple[Step, np.ndarray]:
-    """Send a step from ``before`` and take what arrives at ``after``."""
+    """Send a step from ``before``; returns what arrives at ``after``."""
     arrived: list[tuple[Step, np.ndarray]] = []
 
     def here() -> bool:
@@ -278,7 +278,7 @@ def test_a_worker_computes_and_sends_on(model, windows):
 
 @contextmanager
 def blocked(model: FakeModel, timings: RingTimings = RingTimings()) -> Iterator[tuple[Process, Links, Opened]]:
-    """A worker that has computed a step, whose next device is gone; the device before it."""
+    """A worker that has computed a step for a next device that is gone, and the links of the previous device."""
     with neighbour() as before, started(opening_of_two(), timings) as (process, opened):
         process.send(Connect(NOWHERE, NOBODY, before.key))
         before.connect(opened.endpoint, opened.key, NOBODY)
@@ -420,7 +420,7 @@ def test_a_worker_says_whether_it_keeps_cells_and_still_does_when_it_is_reopened
 
 @pytest.fixture
 def head_windows(monkeypatch, model) -> None:
-    """Heads of the route, or of the whole model, have new windows of ``model``."""
+    """Give heads, of the route or of the whole model, fresh windows of ``model``."""
 
     def open_head(
         opening: Open, loaded: Callable[[int], None], on_gpu: object, drafter: object, exchange: None
@@ -456,7 +456,7 @@ def a_head(**changes) -> Open:
 
 
 def link(ring: list[tuple[Process, Opened]]) -> None:
-    """Tell every process its neighbours, the head last."""
+    """Connect every process to its neighbours, the head last."""
     for index in (*range(1, len(ring)), 0):
         following = ring[(index + 1) % len(ring)][1]
         ring[index][0].send(Connect(following.endpoint, following.key, ring[index - 1][1].key))
@@ -558,7 +558,7 @@ def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
 def test_a_device_before_this_one_that_sends_without_end_keeps_it_from_nothing(
     windows, head_windows, monkeypatch, opening
 ):
-    """Whoever took all that comes before it computed, or heard its daemon, would never do so."""
+    """A loop that drained all incoming steps before computing or reading commands would never get there."""
     skip = Skip(protocol=PROTOCOL, ring=1, epoch=1, steps=[0])
     monkeypatch.setattr(Links, "receive", lambda _: skip)
     with started(opening, PATIENT) as (process, opened):
@@ -583,7 +583,7 @@ def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windo
 
 
 def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
-    """Be both workers for one step."""
+    """Stand in for both workers during one step."""
     while (message := worker.receive()) is None:
         ready = [found for found, _ in zmq.zmq_poll(worker.watched(receiving=True), TIMEOUT_S * 1000)]
         assert ready, "no step came"

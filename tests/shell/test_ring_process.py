@@ -1,4 +1,4 @@
-"""The ring process from the daemon's side: how it starts, what it says when it cannot go on, and how it ends."""
+"""The ring process from the daemon's side: how it starts, what it reports when it cannot continue, and how it ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WHOLE = WindowSource(
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[RingProcess]:
-    """A ring process; nothing may be left of it."""
+    """A ring process; asserts that it leaves nothing behind."""
     process = await RingProcess.start(folder / "ring.log", threads=1)
     watched = psutil.Process(process.pid)
     try:
@@ -101,7 +101,7 @@ async def last_words(process: RingProcess) -> str:
 
 
 async def broken_by(folder: Path, *commands: RingCommand | bytes) -> str:
-    """The last words of a ring process that was told ``commands``; bytes go as they are."""
+    """The last words of a ring process after ``commands``; bytes are sent unchanged."""
     async with started(folder) as process:
         for command in commands:
             if isinstance(command, bytes):
@@ -137,11 +137,11 @@ async def test_the_signal_that_ended_it_is_named(tmp_path, number):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="the system has no SIGBUS")
 async def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_line(tmp_path):
-    """The ring process maps weights: llama.cpp reads them there, and reading beyond the end of a file is a SIGBUS."""
+    """llama.cpp reads weights through a mapping, and reading beyond the end of the file raises SIGBUS."""
     async with started(tmp_path) as process:
         await process.send(an_open(route=3, head=None, windows=[]))
         events = process.events()
-        assert isinstance(await anext(events), Opened)  # its handlers stand
+        assert isinstance(await anext(events), Opened)  # its signal handlers are installed
         os.kill(process.pid, signal.SIGBUS)
         with pytest.raises(WeightsError, match="cut short or its disk failed while it was read") as caught:
             await anext(events)
@@ -166,7 +166,7 @@ async def test_a_process_that_does_not_end_is_killed(tmp_path):
 
 
 async def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path):
-    """What it was told and never read is in its daemon's buffer still."""
+    """Unread commands are still in the daemon's buffer."""
     async with started(tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         sending = asyncio.create_task(process.send(generate(1, list(range(1 << 20)))))
@@ -323,7 +323,7 @@ async def test_garbage_from_the_process_is_refused(tmp_path):
 async def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
     async with started(tmp_path) as process:
         (tmp_path / "ring.log").write_text("GGML_ASSERT(x) failed\n\n")
-        os.kill(process.pid, signal.SIGKILL)  # which leaves it no time to write there itself
+        os.kill(process.pid, signal.SIGKILL)  # it has no time to write there itself
         assert await last_words(process) == "the ring process was ended by SIGKILL: GGML_ASSERT(x) failed"
 
 
@@ -341,7 +341,7 @@ def test_only_a_ring_process_with_gpu_layers_sees_gpus():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="asks the C library of a Unix")
 def test_a_command_hides_gpus_from_itself_and_not_from_its_children():
-    """llama.cpp asks the C library; children are given what Python has."""
+    """llama.cpp reads the C library's environment, children get Python's."""
     ask = (
         "import ctypes, os; from primad.system.gpus import hide_gpus; hide_gpus();"
         " getenv = ctypes.CDLL(None).getenv; getenv.restype = ctypes.c_char_p;"
@@ -354,7 +354,7 @@ def test_a_command_hides_gpus_from_itself_and_not_from_its_children():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library of C has other rules")
 def test_large_memory_goes_back_to_the_system_when_it_is_freed(tmp_path):
-    """In a process with that environment: several blocks in a row, as hidden states come and go."""
+    """In a process with the same environment, blocks are allocated and freed in a row, as hidden states are."""
     program = """
 import ctypes
 libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Angles that are otherwise than the model says: windows give what llama.cpp gives whole, bit for bit."""
+"""Windows with other RoPE scaling than the model's match llama.cpp's whole model with it, bit for bit."""
 
 import ctypes
 
@@ -36,7 +36,7 @@ ROPES = {
 
 
 def llama_logits(path, rope):
-    """The logits behind ``PROMPT`` of llama.cpp alone, with the parameters that ``rope`` names."""
+    """The logits of llama.cpp alone after ``PROMPT``, with the parameters in ``rope``."""
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 256, 64, 1, 1

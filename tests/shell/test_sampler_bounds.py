@@ -1,4 +1,4 @@
-"""llama.cpp is asked for no more memory than the context is worth, whatever a sampling says; nor for what is no number."""
+"""llama.cpp's samplers get no more memory than the context is worth and no NaN, whatever a request asks for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_
 )
 @pytest.mark.parametrize("bounds", [{"min_tokens": 9}, {"ignore_eos": True}])
 def test_of_biases_each_is_looked_at_once_a_token_where_some_tokens_may_not_come(monkeypatch, fields, bounds):
-    """llama.cpp looks at each for each token then."""
+    """In that case, llama.cpp's own sampler compares each token with each bias."""
     bias = packed_biases(
         (token, 3.0 * token - 100 * (token == 5) if token < SIZE - 1 else -math.inf) for token in range(SIZE)
     )

@@ -1,4 +1,4 @@
-"""What a sampler peeks at is what it draws, if the logits are what they were thought to be; and asking changes no draw."""
+"""A sampler's peek is the token that it will sample if the logits are as predicted; peeking changes no sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows:
 
 
 def chain(**fields: Any) -> engine.ChainSampler:
-    """Behind one token that was sampled before."""
+    """A sampler after one sampled token."""
     sampling = msgspec.structs.replace(GREEDY, **{"temperature": 0.8, "seed": 3, **fields})
     allowed = Allowed(sampling, frozenset({7}), 1, None, vocabulary=SIZE)
     return engine.ChainSampler(None, Rows(), engine.DrySamplers(WORDS), sampling, [1], [3], allowed, context_tokens=64)

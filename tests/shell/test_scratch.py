@@ -1,4 +1,4 @@
-"""Scratch memory goes back to the system after large steps, and nothing reads again what stood there."""
+"""Scratch memory returns to the system after large steps, and its old content is never read again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL = scratch.discard
 
 
 class Discards:
-    """What is given back, and is spoilt then."""
+    """Records the ranges that are given back, and spoils them."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Which buffer of a graph's nodes is taken for scratch memory, and when nodes are asked for it."""
+"""Which buffer of the graph's nodes counts as scratch memory, and when nodes are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS, COMPUTE = 1, 2
 
 
 class Ggml:
-    """Nodes with buffers of a name and a use, 4 KiB each at 4 KiB times its number."""
+    """Nodes with named buffers of a usage; buffer n has 4 KiB at address 4 KiB times n."""
 
     def __init__(self, *buffers: tuple[bytes, int]) -> None:
         self._buffers = buffers
@@ -45,7 +45,7 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def step(found: Scratch, ggml: Ggml, rows: int) -> bool:
-    """Compute a step; whether its nodes were to be told."""
+    """Compute a step; returns whether it wanted its nodes reported."""
     reported = found.begin(rows)
     if reported:
         for node in ggml.nodes:

@@ -1,4 +1,4 @@
-"""``primad service``: what it does is said, is what was meant, and is not begun where it cannot be done."""
+"""``primad service`` says what it does, does what was meant, and does not start what cannot work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Primad = Callable[..., tuple[int, str, str]]
 
 
 class FakeRunner:
-    """Notes what is run; a command that contains a word of ``fails`` fails."""
+    """Records the commands; a command that contains a word of ``fails`` fails."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -44,7 +44,7 @@ class FakeRunner:
 
 @pytest.fixture(autouse=True)
 def runner(monkeypatch, tmp_path) -> FakeRunner:
-    """A machine with systemd, on which this user is nobody special; nothing of the real one is touched."""
+    """A machine with systemd and an unprivileged user; the real one is not touched."""
     made = FakeRunner()
     monkeypatch.setattr(command_module, "_runner", lambda: made)
     monkeypatch.setattr(machine, "manager", lambda: "systemd")
@@ -306,7 +306,7 @@ def test_launchd_gets_a_property_list(command: Primad, runner, monkeypatch, tmp_
     ]
     runner.ran.clear()
     runner.code = 113
-    assert command("service", "status")[0] == 113  # as launchd ends for one that it does not know
+    assert command("service", "status")[0] == 113  # launchd's exit code for an unknown service
     runner.code = 0
     assert command("service", "stop")[0] == 0
     assert command("service", "remove")[0] == 0
@@ -335,7 +335,7 @@ def test_the_task_scheduler_gets_a_task(command: Primad, runner, monkeypatch, tm
 def test_who_may_not_read_a_file_is_seen_by_mode_bits(monkeypatch, tmp_path):
     monkeypatch.undo()
     stranger = Account(os.getuid() + 4711, frozenset())
-    passwd = Path("/etc/passwd")  # all may read it, and nobody runs it
+    passwd = Path("/etc/passwd")  # readable by all, executable by none
     assert machine.unreadable(passwd, stranger) is None
     assert machine.unreadable(passwd, stranger, runs=True) == passwd
     closed = tmp_path / "closed"

@@ -1,4 +1,4 @@
-"""The chat templates of real models, which llama.cpp ships, with conversations in every shape that clients send."""
+"""Chat templates of real models, shipped with llama.cpp, with conversations in every shape that clients send."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def prompt(template: str, messages: list[Message], **fields: Any) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once() -> Iterator[None]:
-    """To compile a template takes as long as all its conversations."""
+    """Compiling a template takes as long as all its conversations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "_compile", cache(chat._compile.__wrapped__))
         yield

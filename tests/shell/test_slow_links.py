@@ -1,4 +1,4 @@
-"""Connections of a bench that are further apart: the same bytes in the same order, and the same end."""
+"""Delayed connections of a bench: the same bytes in the same order, and the same end."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The solver in a process of its own: the same answer, the loop stays free, and nothing is left when it is stopped."""
+"""The solver in a process of its own: the same result, a free event loop, and nothing left when it is stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from primad.system.children.stop_flag import StopFlag
 from tests.fakes.planning import GB, device, link, model
 
 PATIENCE_S = 180
-"""Half of what a solver that is waited for may take."""
+"""Half of the time that a solver may take."""
 
 
 def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> PlanRequest:
@@ -42,10 +42,10 @@ def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozens
 
 
 def children() -> set[int]:
-    """The solvers that this process has started, by their ids."""
+    """Process ids of the solvers that this process has started."""
     found = set()
     for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it ended meanwhile
+        with suppress(psutil.Error):  # it has ended meanwhile
             if "primad.planning.solver_process" in child.cmdline():
                 found.add(child.pid)
     return found
@@ -110,7 +110,7 @@ async def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
 
 
 class Endless(StopFlag):
-    """Lets the child never answer."""
+    """Suspends the child, so that it never replies."""
 
     begun = threading.Event()
 

@@ -1,4 +1,4 @@
-"""States that cannot be cut back are put back: what is computed from there on is the same, bit for bit."""
+"""States that cannot be truncated are restored: logits after that are the same, bit for bit."""
 
 from contextlib import ExitStack
 from itertools import pairwise
@@ -21,12 +21,13 @@ ANSWER = 4
 
 
 ALIKE = {"lfm2moe", "nemotron_h_moe", "qwen35-array", "qwen35moe", "rwkv6qwen2"}
-"""Their states are those of another one, with other networks beside."""
+"""Each has the states of another architecture, with other networks."""
 
 
 def some_quick(names):
-    """``names``, of which all but some are slow; one of each kind of state and of each way to slide is in
-    every run, those that share cells and see parts among them."""
+    """``names`` as parameters, all but a few marked slow. Every run has one of each kind of state and of sliding
+    window, including architectures that share KV cells or attend to parts of them.
+    """
     firsts = {SUPPORTED[name].sliding: name for name in sorted(names, reverse=True) if name in SLIDES}
     every_run = {*QUICK, *firsts.values(), "gemma4", "llama4", *(set(HYBRIDS) - ALIKE)}
     marks = {name: [pytest.mark.slow] + [pytest.mark.matrix] * (name not in every_run) for name in names}
@@ -34,7 +35,7 @@ def some_quick(names):
 
 
 def printed(route, sequence, chunks, position):
-    """The logits behind each of ``chunks`` and behind each of ``ANSWER`` greedy tokens."""
+    """The logits after each of ``chunks`` and each of ``ANSWER`` greedy tokens."""
     found = []
     for tokens in chunks:
         found.append(route.logits(tokens, position, sequence))
@@ -77,14 +78,15 @@ def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path
 
 TAKES_BACK = sorted(name for name in HYBRIDS if name in SUPPORTED and SUPPORTED[name].takes_back)
 LATENT = {"bailingmoe3"}
-"""Whose attention sums several rows in another order without flash attention."""
+"""Without flash attention, its attention sums several tokens in another order."""
 WRONG, OTHERS = [7, 9, 11], [13, 40, 8]
-"""Drafts that do not hold. A router in float32 gives a row other last bits beside others than alone on some processors, and
-with them maybe other experts; so models with experts are compared with other drafts in the same steps."""
+"""Rejected drafts. On some processors a float32 router's last bits depend on the other tokens of a step, which may
+change the experts; models with experts are therefore compared with other drafts in the same steps.
+"""
 
 
 def step(route, tokens, position, sequence):
-    """The logits behind each of ``tokens``, which are computed in one step."""
+    """The logits after each of ``tokens``, computed in one step."""
     route.forward(
         msgspec.structs.replace(rows(np.array(tokens, np.int32), position, sequence), outputs=[True] * len(tokens))
     )
@@ -92,8 +94,9 @@ def step(route, tokens, position, sequence):
 
 
 def answered(route, own, text, wrong):
-    """Logits behind the prompt and the tokens of ``text``, one or two of which at a time are computed with drafts that are
-    taken back, beside other sequences."""
+    """The logits after the prompt and each token of ``text``, computed one or two at a time with drafts that are rolled
+    back, next to other sequences.
+    """
     found, others = [printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1]], -1
     each(route, lambda window: window.kv_remove(own, 0, -1))
     for tokens, position in zip(CHUNKS, (0, 40, 64), strict=True):
@@ -133,7 +136,7 @@ def test_drafts_that_did_not_hold_are_taken_back_and_the_answer_is_the_same(arch
 
 
 def test_only_rows_of_the_last_step_are_taken_back_and_one_of_them_stays(tmp_path):
-    """llama.cpp takes back others as well, and what it computes from there on is wrong."""
+    """llama.cpp would roll back others as well, and then compute wrong logits."""
     route = Whole(written(tmp_path, "qwen35"), msgspec.structs.replace(OPTIONS, sequences=3, rollback=3))
     (window,) = route.windows
 
@@ -190,7 +193,7 @@ def test_rows_of_several_sequences_in_one_step_are_what_each_is_alone(architectu
 
 SLIDING = sorted(set(EVERY_KIND) & SLIDES - set(HYBRIDS))
 LONG = [1 + (7 * i * i + i) % 200 for i in range(600)]
-"""Past the cells that a small cache has, twice."""
+"""Twice the length of a small cache."""
 ENDS = [40, 104, 168, 232, 296, 300, 364, 428, 492, 511, 512, 513, 570, 600]
 
 
@@ -260,7 +263,7 @@ def test_a_state_of_another_position_is_refused(tmp_path):
     with pytest.raises(EngineError, match="sequence 0 has 40 positions; its state is to be kept after 41"):
         window.state_keep(0, 0, 41)
     window.state_keep(0, 0, 40)
-    window.state_restore(1, 0, 40)  # it is there
+    window.state_restore(1, 0, 40)  # it exists
     route.logits([5], 40)
     for number, end in ((1, 40), (0, 39)):
         with pytest.raises(EngineError, match=f"state {number} after {end} positions is not kept here"):
@@ -307,7 +310,7 @@ def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", some_quick([*HYBRIDS, *SLIDING]))
 def test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path):
-    """Of a sequence that is past it, or is there now."""
+    """The source sequence may have passed that state or be at it."""
     header = written(tmp_path, architecture)
     options = msgspec.structs.replace(OPTIONS, context=1024, sequences=3, small_windows=architecture in SLIDING)
     ends = [0, *ENDS[:7], 400]

@@ -1,4 +1,4 @@
-"""``primad status`` against an endpoint that says what a test wants."""
+"""``primad status`` against a scripted endpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMISES = RingForecast(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
 
 
 class Endpoint:
-    """A head that says ``body`` with ``status`` at ``/status``; ``asked`` counts."""
+    """A head that answers ``/status`` with ``body`` and ``status``; ``asked`` counts requests."""
 
     def __init__(self) -> None:
         self.body, self.status, self.asked = b"", 200, 0
@@ -47,7 +47,7 @@ class Endpoint:
                 self.wfile.write(endpoint.body)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -64,7 +64,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def row(out: str, first: str) -> list[str]:
-    """The words of the line that begins with ``first``, behind it."""
+    """The words after ``first`` in the line that begins with it."""
     (line,) = [line for line in out.splitlines() if line.strip().startswith(first)]
     return line.strip().removeprefix(first).split()
 

@@ -1,4 +1,4 @@
-"""A ring process keeps of its windows what it is assigned, and says so; nothing is loaded for it here."""
+"""A ring process keeps the assigned part of its windows resident and reports it; nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from primad.engine.streaming.units import WindowUnits
 from primad.ring.meter import Meter
 
 LAYER, OUTPUT, LAYERS = 1 << 20, 3 << 20, 4
-"""Layers so small that one streams as a whole or not at all."""
+"""Layers so small that each streams as a whole or not at all."""
 
 
 def a_window(folder: Path, index: int, streamed_bytes: int, *, output: bool) -> StreamedWindow:
-    """A window of four layers, files of their own."""
+    """A window of four layers, each in its own file."""
     units = []
     for number, size in enumerate([LAYER] * LAYERS + [OUTPUT] * output):
         path = folder / f"{index}-{number}.weights"
@@ -56,7 +56,7 @@ def ended(streams: Streams) -> Iterator[Streams]:
 
 
 def streams_of(folder: Path, *streamed: int) -> AbstractContextManager[Streams]:
-    """Windows of which the bytes ``streamed`` stream; the last one has the output matrix."""
+    """Windows that stream ``streamed`` bytes each; the last one has the output matrix."""
     windows = [a_window(folder, i, size, output=i == len(streamed) - 1) for i, size in enumerate(streamed)]
     return ended(Streams(windows, read_ahead_bytes=LAYER, lock=False, usage=None))
 
@@ -112,7 +112,7 @@ class Loaded:
     """A window that computes nothing."""
 
     def attach(self, stream: WindowStream | None) -> None:
-        """As llama.cpp's windows do."""
+        """Ignored."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing that streams is ever given back")
@@ -122,7 +122,7 @@ def test_what_stayed_for_another_plan_is_given_back(tmp_path):
     with ExitStack() as stack:
         for path in tmp_path.iterdir():
             file = stack.enter_context(path.open("rb"))
-            os.fsync(file.fileno())  # what is not on the disk yet cannot leave memory
+            os.fsync(file.fileno())  # only what is on disk can leave memory
             stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         with ended(Streams(windows, read_ahead_bytes=LAYER, lock=False, usage=None)) as before:
             before.begin(models)

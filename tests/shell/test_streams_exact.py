@@ -1,4 +1,4 @@
-"""Whatever stays and whatever streams: the logits are those of a model that is in memory, bit for bit."""
+"""Whatever is resident and whatever streams, the logits are those of a model in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ pytestmark = [
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "granite", "gpt-oss", "deepseek2", "llama-moe", "qwen3moe")
 SIZES = {"width": 256, "feed_forward": 512, "expert_feed_forward": 512, "layers": 6}
-"""Layers of many pages, so that most of each can be given back."""
+"""Layers of many pages, most of which can be released."""
 
 
 def kept(first: int, units: WindowUnits, streamed: float) -> WindowAssignment:
-    """Of a window of ``units``, which begins at layer ``first``, all but the share ``streamed``."""
+    """An assignment for ``units`` from layer ``first`` on, with all resident but the share ``streamed``."""
     layers, output = sum(part.size for unit in units.layers for part in unit), sum(part.size for part in units.output)
     return WindowAssignment(
         first=first,
@@ -56,9 +56,10 @@ EVERYTHING = 2.0
 
 
 class Streaming:
-    """The windows of a model between ``cuts`` in one process, with what looks after their units.
+    """The windows of a model between ``cuts`` in one process, with their streams.
 
-    Of each layer the share ``streamed`` streams, of the output matrix what is beyond 1. One cut is the whole model's file.
+    The share ``streamed`` of each layer streams, and of the output matrix what exceeds 1. A single cut takes the whole
+    model's file.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Streaming:
         return self.windows[-1].logits(len(tokens) - 1).copy()
 
     def reopened(self, indices: Sequence[int], streamed: float) -> Streams:
-        """What looks after the windows as those of ``indices`` in another ring."""
+        """The streams of the windows reopened as ``indices`` of another ring."""
         assignments = [kept(self.cuts[number], self.units[number], streamed) for number in range(len(indices))]
         return self.streams.reopened(indices, assignments, 0)
 
@@ -158,7 +159,7 @@ def check(made: Streaming, chunks: Sequence[Sequence[int]], expected: Sequence[n
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_with_everything_streamed_logits_are_the_same(architecture, tmp_path):
-    """As the whole file, as windows that one process computes one after the other, and with every layer a window."""
+    """The whole file, windows computed one after the other in one process, and a window for every layer."""
     header = model(tmp_path, architecture)
     chunks, expected = whole_logits(header)
     for number, cuts in enumerate(([0, 6], [0, 2, 4, 6], [0, 1, 2, 3, 4, 5, 6])):
@@ -166,7 +167,7 @@ def test_with_everything_streamed_logits_are_the_same(architecture, tmp_path):
         folder.mkdir()
         with streaming(header, cuts, folder, streamed=EVERYTHING) as made:
             streamer = made.streams.streamer
-            if streamer.experts is None:  # what streams by expert has a pool instead
+            if streamer.experts is None:  # streaming by expert has a pool instead
                 assert streamer.residency.resident == ()
                 assert streamer.residency.streams
             check(made, chunks, expected)
@@ -228,7 +229,7 @@ def test_streamed_and_resident_are_the_same_with_a_smaller_kv_cache(architecture
 
 
 def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
-    """As a worker's ring process does it: end, and begin anew."""
+    """A worker's ring process does the same: it ends and begins again."""
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
     with streaming(header, [0, 2, 4, 6], tmp_path, streamed=EVERYTHING) as made:

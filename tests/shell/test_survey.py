@@ -1,4 +1,4 @@
-"""Devices for a plan: this one, those named and those in sight; who refuses is left out."""
+"""Devices for a plan: this one, named ones and those in sight; devices that refuse are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.planning import device, link
 
 
 class Lines:
-    """A reporter that keeps what it was told."""
+    """A reporter that keeps its lines."""
 
     def __init__(self) -> None:
         self.printed: list[str] = []
@@ -33,7 +33,7 @@ class Lines:
         raise AssertionError("nothing is measured here")
 
     def wait(self, words: str) -> None:
-        """Nobody looks."""
+        """Nothing is displayed."""
 
     def resolve(self) -> None:
         raise AssertionError("nothing is measured here")
@@ -61,7 +61,7 @@ def peer(name: str, port: int, *, cluster: str = "test", role: str = "worker", k
 
 
 class FakeWorker:
-    """A worker that said welcome."""
+    """A worker after its greeting."""
 
     def __init__(self, name: str, closed: list[str], introduced: dict[str, set[str]]) -> None:
         self.name, self.key, self.profile = name, key_of(name), device(name)
@@ -78,7 +78,7 @@ class FakeWorker:
 
 @pytest.fixture
 def around(monkeypatch):
-    """Says who is in sight, and who answers on which port."""
+    """Sets the devices in sight, and which answer on which port."""
     sight: list[Peer] = []
     closed: list[str] = []
     answers: dict[int, str] = {}
@@ -119,7 +119,7 @@ def around(monkeypatch):
 
 
 def config(tmp_path, **flags):
-    """A configuration; all devices of these tests are trusted but the stranger."""
+    """A configuration in which all devices of these tests are trusted but the stranger."""
     made = load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
     trust = TrustStore(tmp_path, load_identity(tmp_path))
     for name in ("a", "b", "x", "y", "busy", "silent", "gone"):

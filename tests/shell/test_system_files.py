@@ -1,4 +1,4 @@
-"""What packages ship beside the program, made from it: the manual page, the shell completions, the service."""
+"""Generated files that packages ship with the program: the manual page, the shell completions, the service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(prefix: Path) -> Path:
-    """The manual page, unpacked."""
+    """The manual page, decompressed."""
     path = prefix / "primad.1"
     path.write_bytes(gzip.decompress((prefix / "share/man/man1/primad.1.gz").read_bytes()))
     return path
@@ -98,7 +98,7 @@ def test_the_service_lends_the_device_as_a_user_of_its_own(prefix: Path) -> None
 def test_systemd_has_nothing_to_say_against_the_service(prefix: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    # The program is installed nowhere here.
+    # The program is not installed here.
     unit = (prefix / "lib/systemd/system/primad.service").read_text().replace("/usr/bin/primad", "/bin/true")
     (tmp_path / "primad.service").write_text(unit)
     argv = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "primad.service")]

@@ -1,4 +1,4 @@
-"""Groups whose ranks have shares of each layer give the whole model's logits, and the same bits on every rank."""
+"""Groups whose ranks have shares of each layer give the whole model's logits, with the same bits on every rank."""
 
 import re
 from contextlib import nullcontext
@@ -32,12 +32,12 @@ from tools.lab import zoo
 OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 TOKENS = np.random.default_rng(0).integers(1, 250, 400).astype(np.int32)
 COUNTS = [((0, 64),), ((1, 33),), ((0, 26),), *[((0, 1),)] * 4, *[((0, 1), (1, 1))] * 2]
-"""Rows of sequences by step: a prompt longer than the chunk, another sequence, single tokens, and both at once."""
+"""Tokens by sequence and step: a prompt longer than a chunk, another sequence, single tokens, and both at once."""
 MAX_DIFFERENCE = 1e-3
 ADAPTER_SCALE = 0.02
 REFUSED = {"bitnet", "mamba", "mamba2", "rwkv6"}
 PICKS = {"deepseek32", "glm-dsa", "glm-dsa-full"}
-"""Whose indexer picks what attention sees: another last bit is another pick."""
+"""Their indexer picks what attention sees, so another last bit gives another pick."""
 
 
 def steps():
@@ -79,7 +79,7 @@ def whole_logits(header, options, adapters=(), made=steps, *, on_gpu=False):
 
 
 def opened(header, first, last, folder, adapters=(), *, on_gpu=False):
-    """What a window of ``header``, which is a rank's, is opened from, with the rank's ``adapters``."""
+    """The sources of a window of a rank's ``header``, with the rank's ``adapters``."""
     folder.mkdir(parents=True)
     cutter, paths = ModelCutter(header, keeps_name=bool(adapters)), []
     spec = cutter.spec(0, first, last)
@@ -102,7 +102,7 @@ def adapter_file(adapter, first, last, path):
 
 
 class Rank:
-    """The windows of a rank between ``cuts``, on the GPU of ``options`` or the processor."""
+    """A rank's windows between ``cuts``, on the GPU of ``options`` or the CPU."""
 
     def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=(), *, on_gpu=False):
         own = share_header(ShareRules(header), weights, rank)
@@ -152,8 +152,9 @@ def with_content(rows, content):
 def group_logits(
     header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, begins=lambda _: nullcontext(), on_gpu=()
 ):
-    """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged. ``begins`` is
-    given each rank, for the time that it computes. Ranks that are ``on_gpu`` have their share there."""
+    """The logits of every step, each rank's hidden states between windows, and the number of sums. ``begins`` makes a
+    context for each computing rank; ranks in ``on_gpu`` have their share on a GPU.
+    """
 
     def run(number, exchange):
         place, found = {"on_gpu": number in on_gpu}, []
@@ -171,13 +172,15 @@ def group_logits(
 
 
 def difference_of(found, expected):
-    """The largest difference of logits, token 0's left out, by the largest logit."""
+    """The largest difference of logits, without token 0's, relative to the largest logit."""
     differences = [np.abs(a[1:] - b[1:]).max() / np.abs(b[1:]).max() for a, b in zip(found, expected, strict=True)]
     return max(differences)
 
 
 def check(header, weights, folder, kv_type="f16"):
-    """Within a thousandth, or twice what two kernels of llama.cpp differ by, or half of what the KV cache's type costs."""
+    """Logits differ by a thousandth, by twice the difference of two llama.cpp kernels, or by half the cost of the KV
+    cache type.
+    """
     options = replace(OPTIONS, kv_type=kv_type)
     expected = whole_logits(header, options)
     if kv_type == "f16":
@@ -292,7 +295,7 @@ def test_any_shares_with_any_type_of_kv_cache(wide, tmp_path_factory, weights, k
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model of heads that whole blocks of a quantised KV cache fit."""
+    """A model whose heads are as wide as a block of a quantised KV cache."""
     path = tmp_path_factory.mktemp("wide") / "model.gguf"
     synth.write_model(path, architecture="llama", quantisation="f32", layers=2, heads=8, heads_kv=4, head_width=32)
     return read_header(path)
@@ -322,7 +325,7 @@ def test_a_token_of_an_unchanged_graph_stops_at_sums_alone(tmp_path, monkeypatch
         before = meeting.sums
         rank.forward(rows)
         assert meeting.sums - before == 6
-    assert len(seen) == 12  # of each sum it is asked whether it is wanted, and reported that it is there
+    assert len(seen) == 12  # each sum is asked for once and reported once
     rank.release()
 
 

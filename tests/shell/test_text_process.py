@@ -1,4 +1,4 @@
-"""The text process may crash, hang or grow over one request; that request is refused, and nothing else notices."""
+"""The text process may crash, hang or grow over one request; only that request is refused, and no other notices."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ PRE_TOKENIZERS = (
     "whitespace",
     "youtu",
 )
-"""All that the pinned llama.cpp knows (``tokenizer_pre`` in its ``llama-vocab.cpp``)."""
+"""All that the pinned llama.cpp has (``tokenizer_pre`` in its ``llama-vocab.cpp``)."""
 
 
 def chat(text: Any) -> bytes:
@@ -140,7 +140,7 @@ def chat(text: Any) -> bytes:
 
 
 class Took:
-    """Stands in for the time of a process, which has taken so much."""
+    """Stands in for the CPU time of a process."""
 
     def __init__(self, took_s: float) -> None:
         self._took_s = took_s
@@ -150,7 +150,7 @@ class Took:
 
 
 class Judged(TextService):
-    """Judges a request by what it asks: what hangs is slow at the first look, all else quick on the slowest machine."""
+    """Judges requests by content: one that hangs is slow at the first look, others are quick on any machine."""
 
     def _look(self, child: Any, turn: Any, _: object) -> None:
         super()._look(child, turn, Took(self._limits.quick_s if b"hang" in turn.task.body else 0.0))  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ class Judged(TextService):
 async def text_service(
     tmp_path: Path, limits: TextLimits = QUICK, kind: type[TextService] = TextService, **vocabulary: str
 ) -> AsyncIterator[TextService]:
-    """A service; nothing of it is left."""
+    """A service; asserts that none of its processes are left."""
     service = kind(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
     async with asyncio.timeout(PATIENCE_S):
         assert (await service.pieces()).piece(65) == b"A"
@@ -230,7 +230,7 @@ async def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
         service = Judged(str(path), TEMPLATE, limits=limits, began=begun.append)
         await service.pieces()
         flood = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(9)]
-        while len(begun) < 3:  # the second one was ended for a request that was not the first slow one
+        while len(begun) < 3:  # the second was ended for a request that was not the first slow one
             await works(service, "b")
         for _ in range(20):
             await works(service, "b")
@@ -331,7 +331,7 @@ async def test_pieces_are_those_of_the_vocabulary(smollm2):
 
 @pytest.fixture(scope="module")
 def vocabularies(smollm2, gemma3) -> list[ModelVocabulary]:
-    """One of each kind: BPE and SPM."""
+    """One vocabulary of each kind: BPE and SPM."""
     return [ModelVocabulary(str(file), None) for file in (smollm2, gemma3)]
 
 

@@ -1,4 +1,4 @@
-"""The head's ring process computes with the threads that its profile found best; a worker's is tested with its parts."""
+"""The head's ring process uses the thread count that its profile found best; a worker's is tested with its stages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEVICE = dataclasses.replace(PROFILE, cpu=dataclasses.replace(PROFILE.cpu, cores
 
 
 class FakeProcess:
-    """Takes ``Open`` and ends."""
+    """Accepts ``Open`` and ends."""
 
     pid = 1
 

@@ -1,4 +1,4 @@
-"""Trees of drafts on llama.cpp itself: branches share the cells of one sequence, and the text goes on as without them."""
+"""Draft trees in llama.cpp itself: branches share the cells of one sequence, and the text is as without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options(branches: int) -> EngineOptions:
 
 
 def opened(path: Path, branches: int) -> tuple[WholeModel, list[int]]:
-    """The model with so many branches, and the text in its tokens."""
+    """The model with ``branches``, and the text as tokens."""
     vocabulary = LlamaVocabulary(path)
     size, text = vocabulary.size, vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
     vocabulary.release()
@@ -57,7 +57,7 @@ def rows(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Se
 
 
 def check_alike(found: np.ndarray, expected: np.ndarray) -> None:
-    """Cells in another order are summed up in another one, and a quantised model makes more of that."""
+    """Cells in another order are summed in another order, which a quantised model amplifies."""
     assert found.argmax() == expected.argmax()
     assert np.corrcoef(found, expected)[0, 1] > 0.999
 
@@ -79,7 +79,7 @@ def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
         model.forward(rows([28, 260, 339, 411], [end, end + 1, end + 1, end + 2], [[0, 1], [0], [1], [0]]))
         for found, expected in ((model.logits(3), first), (model.logits(2), second)):
             check_alike(found, expected)
-        model.kv_copy(1, 0, end + 2)  # the branch held
+        model.kv_copy(1, 0, end + 2)  # the branch was accepted
         model.kv_remove(1, 0, -1)
         model.forward(rows([411], [end + 2], [[0]]))
         behind = model.logits(0).copy()
@@ -90,7 +90,7 @@ def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
 
 
 class Known(Nothing):
-    """Knows the answer: its first draft is right at two of three places, and where it is not the second is."""
+    """Knows the text: its first draft is right at two of three places, its second elsewhere."""
 
     def __init__(self, answer: Sequence[int]) -> None:
         self._answer, self._taken = answer, 0
@@ -110,7 +110,7 @@ class Known(Nothing):
 
 
 def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int]:
-    """The answer, with drafts of who knows it: its steps, and how often a branch became the text."""
+    """The text with drafts of ``known``, its number of steps, and how often a branch was accepted."""
     model, text = opened(path, BRANCHES)
     drafting = None if known is None else Drafting(rows=8, costs=(1.0,) * 8, branches=BRANCHES, adapts=False)
     limits = StepLimits(

@@ -1,6 +1,6 @@
 """The wheel and the sdist: the same bytes twice, and a program that needs no source tree.
 
-The wheel is installed into an environment of its own; what it depends on is looked up in the environment of the tests.
+The wheel is installed into its own environment; dependencies come from the tests' environment.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("primad", "solver", "profiles", "packaging", "docs", "examples")
 INSTALLING = {"tools/build-llama", "tools/constraints.txt", "tools/locked"}
-"""What packaging/install.sh needs besides."""
+"""What packaging/install.sh needs in addition."""
 EPOCH = "1700000000"
 
 
 def built(tmp_path: Path, umask: int) -> Path:
-    """A folder with wheel and sdist, built of a copy of the sources whose files have other times and modes."""
+    """A folder with wheel and sdist, built from a copy of the sources with other times and modes."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     tree.mkdir()
     previous = os.umask(umask)
@@ -45,7 +45,7 @@ def built(tmp_path: Path, umask: int) -> Path:
 
 
 def run(*argv: object, **more: object) -> str:
-    """The program's output; what it said of an error fails the test."""
+    """The program's output; a failure fails the test with it."""
     ended = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False, **more)  # type: ignore[call-overload]
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return str(ended.stdout)
@@ -58,7 +58,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` folder of an environment with the wheel, and nothing of this checkout."""
+    """The ``bin`` folder of an environment with the wheel and nothing of this checkout."""
     folder = tmp_path_factory.mktemp("clean")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     binaries = folder / ("Scripts" if sys.platform == "win32" else "bin")
@@ -70,7 +70,7 @@ def clean(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(**more: str) -> dict[str, str]:
-    """An environment that leads nowhere near the source tree."""
+    """Environment variables without a path to the source tree."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
 
 

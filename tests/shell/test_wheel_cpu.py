@@ -1,4 +1,4 @@
-"""A wheel of llama.cpp says by itself which processor it was built for, and is refused where that is another one."""
+"""A wheel of llama.cpp names the processor that it was built for, and is refused on another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "wheel_cpu.py"
 ELSEWHERE = "sve" if platform.machine() in ("x86_64", "AMD64") else "avx"
-"""What the processor of this machine cannot have."""
+"""A feature that this machine's processor cannot have."""
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux' list of flags, and a compiler"
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def wheel(folder: Path, **sources: str) -> Path:
-    """A wheel with libraries of these sources in C."""
+    """A wheel with libraries compiled from these C sources."""
     made = folder / "llama_cpp_python-1.2.3-py3-none-any.whl"
     with zipfile.ZipFile(made, "w") as archive:
         for name, source in sources.items():

@@ -1,4 +1,4 @@
-"""Attacks of somebody on the wire: garbage, recorded handshakes, changed bytes. Nobody hears a word of it."""
+"""Attacks on the wire: garbage, recorded handshakes, changed bytes. None of it reaches the server."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ async def test_a_message_over_the_limit_of_a_trusted_device_ends_its_connection_
 
 
 class Relay:
-    """Passes bytes between a client and the server on, keeps those of the client, and changes one byte when told."""
+    """Relays bytes between a client and the server, records the client's, and changes one byte on request."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.recorded = bytearray()
         self.flip_up: int | None = None
-        """The byte to change of those that the next connection's client sends; None for none."""
+        """The index of the byte to change in what the next connection's client sends, or None."""
         self.flip_down: int | None = None
         self.flip_next_up = False
         self.flip_next_down = False
         self.closed = asyncio.Event()
-        """Set when a connection ended."""
+        """Set when a connection has ended."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -94,7 +94,7 @@ class Relay:
                 writer.write(data)
 
     def _flips(self, passed: int, size: int, *, up: bool) -> int | None:
-        """Where in the next ``size`` bytes one is changed; each order is carried out once."""
+        """The index to change in the next ``size`` bytes, or None; each ``flip_next`` applies once."""
         if self.flip_next_up if up else self.flip_next_down:
             if up:
                 self.flip_next_up = False
@@ -113,7 +113,7 @@ class Relay:
 
 @asynccontextmanager
 async def relay_to(here: House) -> AsyncIterator[tuple[Relay, int]]:
-    """A relay to the house, and its port."""
+    """A relay to the house, with its port."""
     relay = Relay(here.port)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -190,7 +190,7 @@ async def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place
             client.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(NOTHING_S):
-                assert await here.hears() == [b"hello"]  # of its next connection, which nobody changed
+                assert await here.hears() == [b"hello"]  # from its next connection, which nobody changed
         await here.serves_its_friend()
 
 

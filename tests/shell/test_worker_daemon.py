@@ -1,4 +1,4 @@
-"""A worker on loopback: one head at a time holds it, its owner and its trust come first, and it goes in good order."""
+"""A worker on loopback: one head at a time leases it, its owner and trust come first, and it shuts down in order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ from tests.fakes.relay import Relay
 
 PATIENCE_S = 180
 SILENCE_S = 2.0
-"""After so long a head is gone; however slow the machine is, it says its next word before."""
+"""A head silent for this long is gone; however slow the machine, it sends its next message before."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 HERE, NOT_HERE = keys.block("root", None, [1, 2], [2]), keys.block("root", None, [3], [1])
@@ -99,7 +99,7 @@ Kind = TypeVar("Kind")
 
 
 class FakeHead:
-    """A head that says what the test wants."""
+    """A scripted head."""
 
     def __init__(self, context: zmq.asyncio.Context, name: str, identity: Identity, worker: Lab) -> None:
         self.name, self.key = name, identity.public
@@ -110,7 +110,7 @@ class FakeHead:
         await self._end.send(message)
 
     async def hear(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; signs of life and states before it are passed over, anything else is not."""
+        """The next message of ``kind``; signs of life, progress and states are skipped, anything else fails."""
         while True:
             message = await self._end.receive()
             if isinstance(message, kind):
@@ -138,14 +138,14 @@ class FakeHead:
         return await self.hear(Welcome)
 
     async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
-        """How the stage in ``epoch`` stands, once ``condition`` holds."""
+        """Wait for a state of the stage in ``epoch`` for which ``condition`` holds."""
         while True:
             for state in (await self.hear(StageStates)).states:
                 if state.epoch == epoch and condition(state):
                     return state
 
     async def loads(self, load: Load) -> Loaded:
-        """Have ``load`` loaded. It begins anew, whatever the states said of its epoch before."""
+        """Have ``load`` loaded. The stage starts again, whatever earlier states of its epoch were."""
         await self.report_line(load)
         await self.stands(load.epoch, lambda state: state.loaded is None and state.broken is None)
         loaded = (await self.stands(load.epoch, lambda state: state.loaded is not None)).loaded
@@ -159,7 +159,7 @@ class FakeHead:
 
 
 class Lab:
-    """A worker that runs, and heads that talk to it; one that ``is_new`` was never measured."""
+    """A running worker and heads that talk to it; a worker that ``is_new`` has no profile."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Lab:
             self._news.notify_all()
 
     async def emits(self, start: str) -> str:
-        """The first line for the owner that begins so, once it was said."""
+        """Wait for the first line to the owner that begins with ``start``."""
         async with self._news:
             await self._news.wait_for(lambda: any(line.startswith(start) for line in self.printed))
         return next(line for line in self.printed if line.startswith(start))
@@ -292,7 +292,7 @@ async def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_en
         await once(ear)
 
 
-# ---- trust that is brought to it ------------------------------------------------------------------------------------
+# ---- pairing while it runs ------------------------------------------------------------------------------------------
 
 
 async def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
@@ -312,7 +312,7 @@ async def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
 
 
 class Followed:
-    """The API of a worker; the heads that it was to follow."""
+    """Stands in for a worker's relay; records the heads that it follows."""
 
     url, listens_at = "http://127.0.0.1:8080", "127.0.0.1:8080"
 
@@ -442,7 +442,7 @@ async def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
         await desk.loads(a_load(2))
 
 
-# ---- connections that are reset -------------------------------------------------------------------------------------
+# ---- reset connections ----------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -470,7 +470,7 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
 
 @pytest.mark.parametrize("way", ["there", "back"])
 async def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
-    """``Load`` and ``Link`` on their way there, what came of them on its way back."""
+    """``Load`` and ``Link`` on their way to the worker, their outcome on its way back."""
     async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
         part = Stage(link, a_load(1), lambda *_: None)
         relay.swallow(way)
@@ -744,7 +744,7 @@ async def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
 
 
 async def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypatch):
-    """Nothing that was made for it and not begun yet keeps it from ending."""
+    """Parts that were made for it but not started do not keep it from ending."""
 
     class Crowded:
         def __init__(self, host: str, interface: str | None, **_: object) -> None:
@@ -754,7 +754,7 @@ async def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, mo
             raise ClusterError("--name lap: cannot be announced")
 
         async def close(self) -> None:
-            """It said nothing."""
+            """It announced nothing."""
 
     monkeypatch.setattr(worker_module, "Discovery", Crowded)
     async with lab() as lap:
@@ -789,7 +789,7 @@ async def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope
         await desk.loads(a_load(1))
         await desk.report_line(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
         (process,) = lap.processes.alive
-        way = "tcp://[fe80::9%5]:5"  # where it was reached
+        way = "tcp://[fe80::9%5]:5"  # the address where it was reached
         assert await process.reported(Connect) == Connect(way, TOWER.public, TOWER.public)
 
 
@@ -798,9 +798,9 @@ async def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothi
         before, after = lap.head(), lap.head()
         await before.takes()
         await after.takes()
-        await before.report_line(a_load(1))  # as when a cable was out meanwhile
+        await before.report_line(a_load(1))  # as after a cable was out
         await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
-        await before.hear(Probed)  # it came
+        await before.hear(Probed)  # it has arrived
         await after.report_line(MeasureLinks(targets=[]))
         await after.hear(LinksMeasured)
         await after.report_line(Ping(status=False, number=1))
@@ -844,7 +844,7 @@ async def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_
 async def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
     class Mute:
         def __init__(self, *_: object, **__: object) -> None:
-            """mDNS is there, at first."""
+            """mDNS works at first."""
 
         async def announce(self, *_: object, **__: object) -> str:
             raise MulticastError("mDNS did not start")
@@ -861,7 +861,7 @@ async def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same
     assert len(closed) == 1
 
 
-# ---- KV cells --------------------------------------------------------------------------------------------------------
+# ---- KV cache --------------------------------------------------------------------------------------------------------
 
 
 def cells_of(block: KvBlock) -> list[LayerCells]:

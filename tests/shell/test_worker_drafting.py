@@ -1,4 +1,4 @@
-"""A worker that drafts for a head: with the whole of a model out of layer files, in a process of its own."""
+"""A worker that drafts for a head: with a whole model from layer files, in a process of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind")
 
 
 class Worker:
-    """A worker's part that drafts, and what it told the head and the owner."""
+    """A worker's drafting service, and what it reported to the head and the owner."""
 
     def __init__(self, home: Path) -> None:
         node = worker_node(home)
@@ -60,7 +60,7 @@ class Worker:
         )
 
     async def hear(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
-        """The next message of ``kind`` that is wanted."""
+        """The next message of ``kind`` that fulfils ``wanted``."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 message = await self.reported.get()
@@ -88,13 +88,13 @@ def process_of(worker: Worker) -> psutil.Process:
 
 
 def path_of(drafted: Drafted) -> int:
-    """How long the first path is."""
+    """The length of the first path."""
     nodes = [TreeNode(DraftToken(token=0, sure=0.0), parent) for parent in drafted.parents]
     return len(first_path(nodes))
 
 
 async def drafted_by_file(path: Path, log: Path) -> Drafted:
-    """What a process drafts that has the model file."""
+    """The drafts of a process that has the model file."""
     process = await DraftingProcess.start(log)
     try:
         process.notify(replace(draft_model(path, open_model(path), context=64, threads=1), maximum=3))
@@ -194,7 +194,7 @@ def as_fields(load: LoadDraft) -> dict[str, Any]:
 
 
 class Link:
-    """A worker as the head's side sees it, which answers as the test wants."""
+    """A worker as its head sees it, with scripted replies."""
 
     name = "lap"
 
@@ -211,7 +211,7 @@ class Link:
 
 
 class Elsewhere:
-    """The head's side of a ring whose model is to draft on ``lap``, and what its ring process and its owner hear."""
+    """The head's side of a ring whose draft model belongs on ``lap``, with messages to its ring process and owner."""
 
     def __init__(self, path: Path, *, head_has_room: bool = True) -> None:
         write_model(path, layers=2)
@@ -237,7 +237,7 @@ class Elsewhere:
         return []
 
     async def get_ready(self) -> Link:
-        """The device is asked to load the model, and has."""
+        """Have the device load the model."""
         link = self.link
         assert link is not None
         load = await link.sent.get()
@@ -251,7 +251,7 @@ class Elsewhere:
         return link
 
     async def run(self, steps: Coroutine[Any, Any, None]) -> None:
-        """``steps`` while it runs."""
+        """Run ``steps`` while it runs."""
         running = asyncio.create_task(self.drafts.run())
         try:
             async with asyncio.timeout(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""A worker that encodes pictures for a head, and the head that encodes whatever the worker does not."""
+"""A worker that encodes pictures for a head, and a head that encodes what the worker does not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PATIENCE_S = 120
 
 
 class Worker:
-    """A worker's part that encodes, and the head's link to it; each message goes as bytes."""
+    """A worker's encoding service and the head's link to it; messages pass as bytes."""
 
     name = "lap"
 
@@ -94,7 +94,7 @@ class Worker:
 
 
 class Home:
-    """A head whose plan has the encoder on ``lap``."""
+    """A head whose plan places the encoder on ``lap``."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.model, self.encoder = tmp_path / "model.gguf", tmp_path / "encoder.gguf"
@@ -125,7 +125,7 @@ class Home:
         return []
 
     async def get_ready(self) -> None:
-        """The worker has the file, and was asked."""
+        """The worker has the file and was asked to load it."""
         cut = cut_file(self.encoder).hashed()
         await copy_layers(lambda _: cut, self.worker.place.cache, [cut.ref()], lambda _: None)
         await self.pictures.encode(noise(1), "a")
@@ -142,7 +142,7 @@ class Home:
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Pictures and rows travel in many parts."""
+    """Pictures and embeddings are sent in many parts."""
     for module in ("primad.head.rings.remote_encoder", "primad.worker.encoding"):
         monkeypatch.setattr(f"{module}.PICTURE_CHUNK_BYTES", 1 << 11)
 
@@ -194,7 +194,7 @@ async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
             assert home.pictures.encoded_elsewhere == before + 1
             os.kill(home.worker.pid, signal.SIGSTOP)
             asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
-            for _ in range(50):  # steps of this loop, until it is asked
+            for _ in range(50):  # turns of the event loop until it is asked
                 await asyncio.sleep(0)
             assert session._picture == 2
             match fault:
@@ -219,7 +219,7 @@ async def test_a_picture_that_was_begun_holds_up_no_end_and_another_plan_leaves_
         expected = await home.pictures.encode(noise(2), "a")
         os.kill(home.worker.pid, signal.SIGSTOP)
         asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
-        for _ in range(50):  # steps of this loop, until it is asked
+        for _ in range(50):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         home.is_here = False
         await home.remote.follow_plan()

@@ -1,4 +1,4 @@
-"""What a head, or a device that says so, can make a worker do has an end."""
+"""Limits on what a head, or a device that claims to be one, can make a worker do."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ async def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
         await head.report_line(a_load(MAX_LOADED_STAGES + 1))
         broken = await head.breaks(MAX_LOADED_STAGES + 1)
         assert broken.fault == "load"
-        await head.report_line(a_load(1))  # again: it is the one that it has
+        await head.report_line(a_load(1))  # a repetition of a load that it has
         await head.report_line(Release(epoch=1))
-        await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in its place
+        await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in the place of the released one
 
 
 async def test_devices_of_another_version_fill_no_terminal(lab):

@@ -1,4 +1,4 @@
-"""The head's conversation with a worker: which address and key work, which versions, what becomes of a link."""
+"""The head's conversation with a worker: addresses, keys, versions, and the end of a link."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ KEY, OTHER_KEY = new_identity().public, new_identity().public
 
 
 class Heard:
-    """What a head is told of its devices."""
+    """What a head learns of its devices."""
 
     def __init__(self) -> None:
         self.signs = 0
@@ -118,7 +118,7 @@ async def link_to(
 
 @asynccontextmanager
 async def greeted() -> AsyncIterator[tuple[FakeDevice, Heard, WorkerLink]]:
-    """A worker, what the head hears of it, and the link to it, which is closed in the end."""
+    """A worker, what the head learns of it, and the link to it, which is closed after the block."""
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         link = await link_to(context, device, heard)
@@ -142,7 +142,7 @@ def state(
 
 
 async def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
-    """One refuses, one is no address, one belongs to another device, one accepts and says nothing; one works."""
+    """One refuses, one is invalid, one belongs to another device, one accepts and stays silent; one works."""
     async with gated() as context:
         right, wrong = FakeDevice(context, "right"), FakeDevice(context, "wrong")
         with socket.create_server((HOST, 0)) as mute:
@@ -206,7 +206,7 @@ async def test_a_device_that_talks_of_other_things_is_given_up():
         end = WorkerEnd(context, HOST, None, 0, identity=keys)
         talking = asyncio.create_task(chatter(end))
         printed = "no answer"
-        while printed.startswith("no answer"):  # between two words a busy machine may take longer than that
+        while printed.startswith("no answer"):  # on a busy machine, pauses between messages may be longer
             with pytest.raises(ClusterError) as refused:
                 await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
             printed = str(refused.value)
@@ -234,7 +234,7 @@ async def test_knocking_that_is_cancelled_leaves_no_socket():
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert task.cancelled()  # a socket that is left open is a warning, and that an error
+        assert task.cancelled()  # an open socket would be a warning, which is an error
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ async def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
 
 
 async def test_a_process_that_ends_is_lost_before_it_is_missed():
-    """Whatever silence makes it gone: where it listened, its system refuses connections."""
+    """It need not be silent long enough: its system refuses connections to its port."""
     async with greeted() as (device, heard, _):
         await device.leave()
         assert await heard.wait_lost() == "its primad ended"
@@ -362,7 +362,7 @@ async def test_a_device_that_takes_nothing_is_not_waited_for_long():
         device, heard = FakeDevice(context, "nas"), Heard()
         link = await link_to(context, device, heard, answer_timeout_s=0.2)
         part = Stage(link, a_load(), lambda *_: None)
-        link._tasks[2].cancel()  # whether its process ended is another question
+        link._tasks[2].cancel()  # whether its process has ended is another question
         await device.leave()
         with pytest.raises(ClusterError, match="accepts no messages"):
             await introduce_without_end(link)
@@ -376,12 +376,12 @@ async def test_whom_the_head_trusts_is_introduced():
         assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
         many = [new_identity().public for _ in range(MAX_DEVICES + 1)]
         await link.introduce([("lap", key) for key in many], many)
-        introduced = await device.hear(Introduce)  # the whole of it would be refused
+        introduced = await device.hear(Introduce)  # a longer message would be refused
         assert [each.key for each in introduced.devices] == many[:MAX_DEVICES]
         assert len(introduced.revoked) == MAX_DEVICES
 
 
-# ---- a part ---------------------------------------------------------------------------------------------------------
+# ---- a stage --------------------------------------------------------------------------------------------------------
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_bytes=1, refused=0)
 
@@ -399,7 +399,7 @@ async def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(neede
     async with greeted() as (device, heard, link):
         before = link.profile
         part = Stage(link, a_load(3), lambda *_: None)
-        await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
+        await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # from an earlier ring
         await device.notify(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
         while not heard.short:
             heard.news.clear()
@@ -430,7 +430,7 @@ async def test_a_device_that_has_room_again_has_more_for_the_next_plan(available
 async def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
     async with greeted() as (device, heard, link):
         before = link.profile
-        await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
+        await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # the speeds are the same
         cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
         disk = dataclasses.replace(before.disk, random_bytes_per_s=before.disk.random_bytes_per_s / 2)
         better = dataclasses.replace(
@@ -506,11 +506,11 @@ async def test_a_status_is_asked_for_and_the_answer_is_new():
             assert await asking == answer
 
 
-# ---- messages that were lost ----------------------------------------------------------------------------------------
+# ---- lost messages --------------------------------------------------------------------------------------------------
 
 
 async def some_pings(device: FakeDevice, count: int = 10) -> None:
-    """Time for what a head says to answers that it finds wrong."""
+    """Time for the head's reaction to wrong states."""
     enough = device.pings + count
     await device.wait(lambda: device.pings >= enough)
 

@@ -1,4 +1,4 @@
-"""A worker's parts in rings: what stays loaded, what is ended, what the head is told when something breaks."""
+"""A worker's stages: what stays loaded, what ends, and what the head is notified of when something breaks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Kind = TypeVar("Kind")
 
 
 class Worker:
-    """The parts of one worker, and what they told the head and the owner."""
+    """The stages of one worker, and what they reported to the head and the owner."""
 
     def __init__(self, home: Path, processes: FakeProcesses, keep_loaded: float, **timings: float) -> None:
         config = load_config({"home": home, "name": "lap", "keep_loaded": keep_loaded, "host": "127.0.0.1"}, {})
@@ -129,13 +129,13 @@ class Worker:
             self._news.notify_all()
 
     async def hears(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
-        """The first message of ``kind`` for which ``condition`` holds, once there is one."""
+        """Wait for the first message of ``kind`` for which ``condition`` holds."""
         async with self._news:
             await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.reported))
         return next(m for m in self.reported if isinstance(m, kind) and condition(m))
 
     async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
-        """How the head was first told that ``epoch`` stands for which ``condition`` holds."""
+        """Wait for the first reported state of ``epoch`` for which ``condition`` holds."""
         await self.hears(StageStates, lambda reported: any(s.epoch == epoch and condition(s) for s in reported.states))
         return next(state for state in self.states() if state.epoch == epoch and condition(state))
 
@@ -150,7 +150,7 @@ class Worker:
         return broken
 
     async def serve(self, load: Load) -> FakeRingProcess:
-        """Load and link ``load``; its ring process."""
+        """Load and link ``load``; returns its ring process."""
         before = len(self.processes.all)
         await self.parts.start(load, PROFILE)
         loaded = await self.loads(load.epoch)
@@ -163,11 +163,11 @@ class Worker:
         return process
 
     def states(self) -> list[StageState]:
-        """All that the head was told, as often as it was."""
+        """All states reported to the head, repeated ones included."""
         return [state for reported in self.reported if isinstance(reported, StageStates) for state in reported.states]
 
     def broken(self) -> set[tuple[int, Broken]]:
-        """What the head was told of, by epoch."""
+        """The failures reported to the head, by epoch."""
         return {(state.epoch, state.broken) for state in self.states() if state.broken is not None}
 
 
@@ -211,7 +211,7 @@ async def test_a_part_is_loaded_linked_and_told(worker, processes):
 
 
 async def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
-    """In another epoch, of another head, at another place of the route: nothing is loaded again."""
+    """Another epoch, another head, another place in the route: nothing is loaded again."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
@@ -263,7 +263,7 @@ async def test_what_serves_again_does_not_expire(worker, monkeypatch):
         assert await lap.serve(a_load(2)) is process
         loop = asyncio.get_running_loop()
         now = loop.time
-        monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S / 3)  # what is kept would have expired
+        monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S / 3)  # a parked process would have expired
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.ended(), 0.2)
 
@@ -276,7 +276,7 @@ async def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
 
 
 async def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
-    """As when the daemon ends while its owner's pause takes effect."""
+    """This happens when the daemon ends while its owner's pause takes effect."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
@@ -309,7 +309,7 @@ async def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker
 
 
 async def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
-    """What serves cannot be reopened while it serves."""
+    """A serving ring process cannot be reopened."""
     async with worker() as lap:
         first, second = await lap.serve(a_load(1)), await lap.serve(a_load(2))
         assert first is not second
@@ -383,7 +383,7 @@ async def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(wo
 
 
 async def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
-    """The worker hears nobody while it waits, and would be taken for gone."""
+    """A waiting worker would not hear its head, and be taken for gone."""
     reading, read = threading.Event(), threading.Event()
 
     def look() -> None:
@@ -490,7 +490,7 @@ WEIGHTS = b"weights" * 100
 
 
 def put_layer(place: Workspace) -> LayerRef:
-    """A layer in the cache, whole."""
+    """Put a whole layer into the cache."""
     ref = LayerRef(layer_digest(len(WEIGHTS), tree_of([WEIGHTS])), len(WEIGHTS), ())
     with place.cache.part(ref) as part:
         part.begin(tree_of([WEIGHTS]))
@@ -502,7 +502,7 @@ def put_layer(place: Workspace) -> LayerRef:
 def spoil(place: Workspace, ref: LayerRef) -> None:
     path = place.cache.path(ref.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    os.utime(path, ns=(1, 1))  # however coarse the clock of the file system
+    os.utime(path, ns=(1, 1))  # even if the file system's clock is coarse
 
 
 def of_layer(epoch: int, ref: LayerRef) -> Load:
@@ -576,7 +576,7 @@ async def test_weights_that_could_not_be_read_are_looked_at_before_they_are_load
         status = path.stat()
         process = await lap.serve(of_layer(1, ref))
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # only reading the content shows it
         process.die(error)
         broken = await lap.breaks()
         assert (broken.fault, broken.error) == ("ring", str(error))
@@ -637,7 +637,7 @@ async def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
 
 
 async def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
-    """What there is room for beside the ring process, which goes on until the next one is loaded."""
+    """The room next to the ring process, which continues until the next one is loaded."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         monkeypatch.setattr(memory_watch, "children", lambda: [process.pid])
@@ -650,7 +650,7 @@ async def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeyp
         assert await lap.hears(WorkerStatus), "the part goes on"
         assert lap.broken() == set()
         await lap.parts.release(1)
-        await process.ended()  # what is kept for another ring is memory as well
+        await process.ended()  # parked processes use memory as well
 
 
 async def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
@@ -662,7 +662,7 @@ async def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_n
         assert (broken.fault, broken.again) == ("ring", True)
         assert "other programs need memory of the GPU, 256 MiB more than is free" in broken.error
         assert lap.less_of_the_gpu == 1
-        await process.ended()  # it is not kept for another ring
+        await process.ended()  # it is not parked
 
 
 async def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):

@@ -1,4 +1,4 @@
-"""What a worker lets other devices do: the owner's heads lead it, whom they introduce may do what a ring needs."""
+"""A worker's owner chooses the heads that lead it; devices that they introduce may do what a ring needs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def introduces(*identities: Identity, revoked: Sequence[Identity] = ()) -> Intro
 
 
 async def is_let_in(device: FakeHead) -> bool:
-    """Whether a device that spoke with the worker before may still ask who it is."""
+    """Whether a device that was connected before may still send ``Probe``."""
     await device.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device=device.name))
     return isinstance(await device.next(), Probed)
 
@@ -105,7 +105,7 @@ async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_h
         assert lap.daemon._layers._allows(nas.public)
         described = await lap.admin(Describe())
         assert nas.public in described.status["introduced"]
-        # Each list stands for all before; whom the owner trusts, and who leads, no other device can keep out.
+        # Each list replaces all before; it cannot exclude devices that the owner trusts, nor the leading head.
         for message in (introduces(revoked=[nas, pc, TOWER, DESK]), introduces(nas, revoked=[nas])):
             await desk.report_line(message)
             await desk.report_line(Ping(status=False))
@@ -115,7 +115,7 @@ async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_h
             assert await is_let_in(friend)
             assert await is_let_in(tower)
         await desk.report_line(introduces(nas))
-        await desk.takes(session=2)  # it starts anew
+        await desk.takes(session=2)  # a new session
         assert await is_let_in(neighbour)
         assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
         lap.trust.revoke("desk")
@@ -150,7 +150,7 @@ async def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_h
 async def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once_however_long_it_may_be_silent(
     lab,
 ):
-    """It says nothing more, and no message of it shows that it may not lead."""
+    """The head stays silent, so no message of it reveals that it may no longer lead."""
     timings = Timings(worker=WorkerTimings(trust_look_every_s=0.05))
     async with lab(timings=timings) as lap:
         for number, end in enumerate((lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))):
