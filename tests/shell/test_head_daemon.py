@@ -516,7 +516,7 @@ async def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab
         assert str(error).startswith("--wait 2: found 1 of 2 devices in 1 s (lap: lap works for the head tower)")
 
 
-# ---- who is trusted -------------------------------------------------------------------------------------------------
+# ---- trust ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
@@ -603,7 +603,7 @@ async def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(
         assert [each.device for each in (await here.daemon.admin_api.devices()).devices] == ["attic"]
 
 
-# ---- devices that go ------------------------------------------------------------------------------------------------
+# ---- lost devices ---------------------------------------------------------------------------------------------------
 
 
 async def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
@@ -752,7 +752,7 @@ async def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
         assert "nas: the disk is full; forming the ring again" in here.printed
 
 
-# ---- devices that come, and that leave ------------------------------------------------------------------------------
+# ---- devices that join or leave -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "taken"), [(9.5, False), (5.0, True)], ids=["5 % better", "50 % better"])
@@ -1008,7 +1008,7 @@ async def test_a_head_short_of_memory_plans_anew(lab):
         assert first.drained
 
 
-# ---- the desk -------------------------------------------------------------------------------------------------------
+# ---- the admin API --------------------------------------------------------------------------------------------------
 
 
 async def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
@@ -1177,7 +1177,7 @@ async def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_
         assert ring.closed
 
 
-# ---- mistakes of our own --------------------------------------------------------------------------------------------
+# ---- internal errors ------------------------------------------------------------------------------------------------
 
 
 def fails_once(monkeypatch, holder: object, name: str) -> None:

@@ -201,7 +201,7 @@ def test_a_received_step_can_be_sent_on():
         assert np.array_equal(wait_step(receiver, middle)[1], hidden())
 
 
-# ---- who may send ---------------------------------------------------------------------------------------------------
+# ---- permitted senders ----------------------------------------------------------------------------------------------
 
 
 def test_every_opening_has_a_key_of_its_own():
@@ -337,7 +337,7 @@ def test_a_key_that_is_none_breaks_the_ring(receiver, key):
         receiver.connect("tcp://127.0.0.1:1", NOBODY, key)
 
 
-# ---- what may arrive ------------------------------------------------------------------------------------------------
+# ---- valid messages -------------------------------------------------------------------------------------------------
 
 
 REFUSED = {

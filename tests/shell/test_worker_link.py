@@ -138,7 +138,7 @@ def state(
     )
 
 
-# ---- which address, key and version ---------------------------------------------------------------------------------
+# ---- addresses, keys and versions -----------------------------------------------------------------------------------
 
 
 async def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
@@ -296,7 +296,7 @@ async def test_what_it_says_to_an_earlier_session_is_passed_over():
         link.close()
 
 
-# ---- what becomes of a link -----------------------------------------------------------------------------------------
+# ---- the end of a link ----------------------------------------------------------------------------------------------
 
 
 async def test_every_answer_is_a_sign_of_life():
