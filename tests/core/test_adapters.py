@@ -1,4 +1,4 @@
-"""LoRA adapters: what is judged before anything is loaded, what a window takes of them, what they take of memory."""
+"""LoRA adapters: checks before loading, what a window takes of them, and their memory."""
 
 import random
 from dataclasses import replace
@@ -156,7 +156,7 @@ def test_what_an_adapter_has_for_the_token_embedding_lies_with_the_first_layer(m
 
 
 def test_an_adapter_of_an_embedding_that_is_the_output_too_is_refused(tmp_path):
-    """llama.cpp aborts over it."""
+    """Without the refusal llama.cpp would abort."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, tied=True)
     model = read_header(path)
@@ -187,7 +187,7 @@ def test_the_plan_counts_the_time_that_adapters_take(tmp_path):
 
 
 def test_kept_cells_are_those_of_the_same_adapters_and_scales(model, tmp_path):
-    """Their keys are made from the model's stamp."""
+    """KV keys derive from the model's stamp."""
     file = write_adapter(tmp_path / "lora.gguf", queries(model, 0))
 
     def stamp(*given):

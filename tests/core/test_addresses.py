@@ -1,4 +1,4 @@
-"""Which addresses are announced, and which of a peer's are tried first."""
+"""The order of announced addresses, and the order in which a peer's addresses are tried."""
 
 from __future__ import annotations
 

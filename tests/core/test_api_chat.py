@@ -1,4 +1,4 @@
-"""The model's chat template, in Hugging Face's environment, inside a sandbox."""
+"""The model's chat template, rendered as Hugging Face does, in a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schema or grammar is followed or refused by name, and none is much work."""
+"""A schema or grammar is enforced, or refused with the reason, at bounded cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BYTES = LLTokenizer("byte")
 
 
 def fits(grammar: str, text: str) -> bool:
-    """Whether ``text`` is one of the grammar's."""
+    """Whether ``text`` matches the grammar."""
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting()

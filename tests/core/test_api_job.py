@@ -1,4 +1,4 @@
-"""A valid request becomes work for the served model, or a refusal that names the field."""
+"""A valid request becomes a job for the served model, or a refusal that names the field."""
 
 from __future__ import annotations
 

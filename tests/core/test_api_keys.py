@@ -1,4 +1,4 @@
-"""API keys: who is let in, and how much per minute."""
+"""API keys: access, and limits per minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are strict and bounded; what is wrong is named."""
+"""Requests are strict and bounded; a refusal names the fault."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_features_asked_for_in_no_way_are_fine():
 
 
 def test_unknown_fields_are_ignored():
-    chat(prediction={"type": "content", "content": "x"})  # which makes an answer quicker and no other
+    chat(prediction={"type": "content", "content": "x"})  # a hint that speeds up the response without changing it
     chat(user="me", store=True, metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, made_up=[[[1]]])
 
 

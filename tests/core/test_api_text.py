@@ -1,4 +1,4 @@
-"""Tokens become text: whatever the split, the result is the whole text cut at the stop string completed first."""
+"""Detokenisation: however tokens are split, the result is the whole text, cut at the stop string completed first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(pieces: list[bytes], stops: list[str]) -> tuple[str, list[Placed[int]]
 
 
 def cut_at_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The rule itself, slowly: grow the text by a character until a stop string is complete."""
+    """The naive algorithm: append one character at a time until a stop string is complete."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -60,7 +60,7 @@ def test_entries_are_the_tokens_that_begin_in_the_text(text, stops, cuts):
     kept, placed, stopped = write(pieces, stops)
     starts, begun = [], 0
     for piece in pieces:
-        # A token begins in the character that its first byte belongs to.
+        # A token starts at the character that contains its first byte.
         starts.append(len(text.encode()[:begun].decode("utf-8", "ignore")))
         begun += len(piece)
     expected = [Placed(number, start) for number, start in enumerate(starts) if not stopped or start < len(kept)]

@@ -1,4 +1,4 @@
-"""The table of architectures: what a window's metadata says, and who is refused by which name."""
+"""The table of architectures: the metadata of a window, and which models are refused for which reason."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -319,7 +319,7 @@ def test_counts_that_change_llama_cpps_graph_are_refused():
 
 
 def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
-    """Its graph rotates layers that do not slide as a window's first layer, which then must not slide either."""
+    """llama.cpp rotates all full-attention layers as it does a window's first layer, so that layer must not slide."""
     slides = [False, True, True, True] * 2
     default, reported = model("laguna", 8, attention__sliding_window=24), {"attention.sliding_window_pattern": slides}
     assert list(sliding_layers(default)) == slides
@@ -330,7 +330,7 @@ def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
 
 
 def test_smallthinker_has_no_window_of_four_layers():
-    """llama.cpp takes them for a model all of whose layers rotate."""
+    """llama.cpp takes such a window for a variant all of whose layers rotate."""
     for layers, multiple in ((32, 8), (52, 20), (16, 8), (9, 9)):
         header = model("smallthinker", layers, attention__sliding_window=24)
         assert min(cut_multiple(header), layers) == multiple
@@ -344,7 +344,7 @@ def test_every_window_of_minimax_m3_has_sparse_attention_and_of_granite_swa_one_
 
 
 def test_every_window_of_deci_has_attention_and_heads_of_the_models_width():
-    """Of Nemotron 51B and 49B, some of whose layers have no attention, or no KV heads."""
+    """Nemotron 51B and 49B have layers without attention or without KV heads."""
     heads = {"attention.head_count": [4, 0, 4, 4], "attention.head_count_kv": [2, 0, 0, 1]}
     header = model("deci", 4, embedding_length=64, **heads)
     assert attending_layers(header) == (True, False, False, True)
@@ -497,7 +497,7 @@ def test_layers_for_multi_token_prediction_are_in_no_window():
     ],
 )
 def test_windows_begin_where_each_has_a_layer_that_slides(slides, multiple):
-    """Of Gemma 4, whose sliding layers have other heads."""
+    """Gemma 4's sliding layers have other head sizes."""
     pattern = [bool(each) for each in slides]
     sizes = {"attention__key_length": 32, "attention__key_length_swa": 16}
     header = model(
@@ -511,7 +511,7 @@ def test_windows_begin_where_each_has_a_layer_that_slides(slides, multiple):
 
 
 def per_layer(layers, period, sharing):
-    """Gemma 4 with inputs of 256 values for each layer, of which each ``period``-th does not slide."""
+    """Gemma 4 with 256 input values per layer; every ``period``-th layer does not slide."""
     pattern = [layer % period != period - 1 for layer in range(layers)]
     header = model(
         "gemma4",

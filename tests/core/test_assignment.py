@@ -1,4 +1,4 @@
-"""What a plan assigns is what the engine keeps, reads and says: one count for plan, status and engine."""
+"""The assignment agrees with what the engine keeps and reads: plan, status and engine count alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def solved(asked: Instance) -> tuple[Plan, Prediction]:
 
 
 def units(plan: Plan, model: ModelProfile, name: str) -> tuple[list[int], dict[int, int]]:
-    """Bytes of what the CPU of a device computes, in order, and of the experts in it."""
+    """The sizes of a device's CPU units in order (layers, then the output matrix), and their experts' bytes."""
     layers = [layer for _, w in plan.windows_of(name) for layer in range(w.first, w.last - w.gpu_layers)]
     sizes = [model.layers[layer].size_bytes for layer in layers]
     experts = {unit: model.layers[layer].expert_bytes for unit, layer in enumerate(layers)}
@@ -69,7 +69,7 @@ def units(plan: Plan, model: ModelProfile, name: str) -> tuple[list[int], dict[i
 
 
 def spread_of(kept: Assignment, sizes: list[int]) -> Spread:
-    """As the engine parts units of layer files: every 2 MiB."""
+    """Layer files cut every 2 MiB, as in the engine."""
     return Spread(tuple(sizes), tuple(tuple(range(0, size, CUT)) for size in sizes), kept.read_ahead_bytes)
 
 
@@ -78,7 +78,7 @@ def carried_out(kept: Assignment, sizes: list[int]) -> Residency:
 
 
 def slack(sizes: list[int]) -> int:
-    """What the cuts and the steps of a spread round by."""
+    """The rounding error of a spread's cuts and steps."""
     return 2 * CUT + sum(sizes) // 500
 
 
@@ -104,7 +104,7 @@ def test_the_engine_keeps_what_is_assigned_and_reads_the_rest(seed):
         found = carried_out(kept, sizes)
         assert kept.resident_bytes - slack(sizes) <= found.resident_bytes <= kept.resident_bytes
         assert found.streamed_bytes == pytest.approx(kept.streamed_bytes, abs=slack(sizes))
-        # What the plan counts is all that is held, but for where a part may be cut.
+        # The plan counts all bytes held, up to the rounding of a cut.
         planned = sum(sizes) - streaming.streamed_bytes + streaming.read_ahead_bytes
         assert found.held_bytes <= planned + 2 * CUT
 
@@ -143,7 +143,7 @@ def test_plan_and_status_say_the_same(seed):
 
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.75, 0.9, 0.97])
 def test_a_device_alone_reads_what_is_said(share):
-    """While tokens are drawn, in the room of the compute buffer as well."""
+    """During decode, the compute buffer's memory holds weights too."""
     whole = 20 * LAYER + 60 * MB + RUNTIME_BYTES + 120 * MB
     asked = question(int(share * whole))
     plan, reported = solved(asked)

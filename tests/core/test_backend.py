@@ -1,4 +1,4 @@
-"""Generations outlive the rings that compute them: they go on in the next one, and each ends exactly once."""
+"""Generations outlive rings: each resumes in the next ring and ends exactly once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SERVED = ServedModel(id="toy", created=1, context_tokens=4096, vocabulary=None)
 
 
 class FakeRing:
-    """A ring that keeps what it was told."""
+    """A ring that records its commands."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -95,7 +95,7 @@ class Reader:
 
 
 async def settled() -> None:
-    """Let every task do what it can."""
+    """Let every task run until it waits."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -152,7 +152,7 @@ async def test_generations_go_on_in_the_order_in_which_they_came():
 
 
 async def test_generations_that_are_asked_for_at_once_come_to_the_ring_at_once():
-    """So that the choices of a request are all there before the first one's prompt is computed."""
+    """All choices of a request arrive before the first one's prompt is computed."""
     backend, batches = RingBackend(), []
 
     async def send(*commands: RingCommand) -> None:
@@ -202,7 +202,7 @@ async def test_while_a_ring_hands_over_new_generations_wait_for_the_next():
     new = Reader(ask(backend, 2))
     await settled()
     assert [each.prompt for each in first.generates] == [[1]]
-    backend.deliver(1, sampled(first.generates[0].request, 10))  # its last steps end
+    backend.deliver(1, sampled(first.generates[0].request, 10))  # the ring's last steps complete
     second = await attach(backend, 2)
     assert [(each.prompt, each.sampled) for each in second.generates] == [([1], [10]), ([2], [])]
     third = Reader(ask(backend, 3))
@@ -264,7 +264,7 @@ async def test_while_a_ring_is_on_its_way_requests_are_taken_and_wait():
 
 
 async def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_computed():
-    """A ring that was formed, and computes nothing for who waits, is no better than none."""
+    """A ring that computes nothing for waiting requests is no better than none."""
     now = 100.0
     backend = RingBackend(clock=lambda: now)
 
@@ -309,7 +309,7 @@ async def test_health_is_well_for_a_moment_without_a_ring_and_again_once_somethi
 
 
 async def test_health_is_not_well_while_a_step_is_overdue_for_more_than_a_moment():
-    """A device that keeps a step is found after a while; until then the ring has not broken."""
+    """A stuck step is noticed after a while; until then the ring counts as intact."""
     now = 100.0
     backend = RingBackend(clock=lambda: now)
     ring = await attach(backend, 1)
@@ -362,7 +362,7 @@ async def test_who_goes_away_cancels_in_the_ring_that_serves_then():
     request = first.generates[0].request
     assert [command for command in first.reported if isinstance(command, Cancel)] == []
     assert second.reported[-1] == Cancel(request)
-    backend.deliver(2, sampled(request, 5))  # what was on its way
+    backend.deliver(2, sampled(request, 5))  # already in flight
     assert backend.generations == 0
 
 
@@ -564,7 +564,7 @@ async def test_one_that_waited_for_devices_too_long_hears_what_goes_on():
 
 
 class BeginningRing(FakeRing):
-    """Begins whatever it is given."""
+    """Starts every generation at once."""
 
     async def send(self, *commands: RingCommand) -> None:
         await super().send(*commands)
@@ -617,7 +617,8 @@ OPERATIONS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(OPERATIONS)
 async def test_every_generation_ends_exactly_once_whatever_happens(operations):
-    """Its tokens are those of the rings that served at the time, each once and in order; each ring goes on from them."""
+    """Each token comes once and in order, from the ring serving at the time; each ring resumes from the tokens so
+    far."""
     backend, epoch, ring = RingBackend(), 0, None
     readers: list[Reader] = []
     requests: dict[int, list[int]] = {}
@@ -670,7 +671,7 @@ async def test_every_generation_ends_exactly_once_whatever_happens(operations):
         assert len(sent) == len(set(sent)), "a ring was given a generation twice"
 
 
-# ---- KV cells --------------------------------------------------------------------------------------------------------
+# ---- KV cache --------------------------------------------------------------------------------------------------------
 
 
 def chain(*ends: int, root: str = "root") -> list[KvBlock]:

@@ -1,4 +1,4 @@
-"""Whose next tokens a ring computes together, and what that gives."""
+"""Which requests' next tokens a ring batches, and the gain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ALONE = ring(("a", 20))
 
 
 def exactly(rows: int, profile: DeviceProfile, *, batch: float = 0.5, threads: int = 4) -> DeviceProfile:
-    """``profile`` with steps of up to ``rows`` exact rows; with 8 rows it computes ``batch`` of the bytes a second."""
+    """``profile`` with steps of up to ``rows`` exact rows; at 8 rows its byte rate is ``batch`` times that of one
+    row."""
     (speed,) = profile.cpu.speeds
     speed = replace(speed, batch_bytes_per_s=batch * speed.decode_bytes_per_s)
     exact = (TypeRows(type=speed.type, rows=rows, piece_rows=8),)
@@ -100,7 +101,7 @@ def test_noise_alone_makes_no_batch_inexact():
         devices = [exactly(1, device("a"), batch=0.7), exactly(1, device("b"), batch=0.7)]
         for i, each in enumerate((spread, other)):
             (speed,) = devices[i].cpu.speeds
-            rare = replace(speed, type="Q2_K", decode_spread=9.0)  # none of the model's
+            rare = replace(speed, type="Q2_K", decode_spread=9.0)  # a type that the model does not use
             speeds = (replace(speed, decode_spread=each), rare)
             devices[i] = replace(devices[i], cpu=replace(devices[i].cpu, speeds=speeds))
         return batches_of("auto", PLAN, question(*devices), 8).is_exact

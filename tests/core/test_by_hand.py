@@ -1,4 +1,4 @@
-"""Windows set by hand stream what does not fit, or it is said who lacks how much."""
+"""Windows set by hand stream what does not fit, or the error names the device and the missing bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
     assert [streaming.device for streaming in plan.streaming] == ["d1"]
     streaming = plan.streaming_of("d1")
     assert not prediction.short
-    # What streams makes room for what is read ahead, and for no more than that and a few bytes.
+    # Streaming frees memory for read-ahead, and only a few bytes more.
     assert streaming.streamed_bytes > streaming.read_ahead_bytes
     assert 2 * GB - 4096 <= prediction.devices[1].ram_bytes <= 2 * GB
 

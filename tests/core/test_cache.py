@@ -1,4 +1,4 @@
-"""The layer cache: a file under its name is whole, or it is not there."""
+"""The layer cache: a file under its final name is whole."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(folder, layers):
 
 
 def rot(path: Path) -> None:
-    """Damage a file without a trace in what the system says of it, as a disk does."""
+    """Damage a file without changing its metadata, as a failing disk does."""
     status = path.stat()
     damage(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Whatever a model writes is read: calls come back as they were written, and nothing else is lost."""
+"""Whatever a model writes is parsed: calls come back as they were written, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.reported import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
 MANY = 12
-"""Examples of each form, of which there are as many."""
+"""The number of examples per form."""
 Arguments = dict[str, Any]
 Found = tuple[str, str, list[tuple[str, Any]]]
 
@@ -31,7 +31,7 @@ def read(
     opened: bool = False,
     like: Arguments | None = None,
 ) -> Found:
-    """What is read of ``pieces``, with a function ``f`` whose parameters are as those in ``like``."""
+    """The parse of ``pieces``, with a function ``f`` whose parameters are like those in ``like``."""
     reader = CompletionReading(
         form=name,
         thinking=thinking,
@@ -45,7 +45,7 @@ def read(
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """A schema that says where texts are in ``value``, and lists and objects."""
+    """A schema that marks strings, lists and objects as they are in ``value``."""
     if isinstance(value, dict):
         return {"type": "object", "properties": {key: schema_of(inner) for key, inner in value.items()}}
     if isinstance(value, list):
@@ -180,13 +180,13 @@ WRITERS: dict[str, Callable[[str, Arguments], str]] = {
         + "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
     ),
 }
-"""How a model writes a call, as its template or its documentation has it."""
+"""Writes a call in each form, as the template or documentation of its model does."""
 MARKERS = sorted({mark for form in FORMS.values() for each in form.markers for mark in (each.begin, each.end) if mark})
 JSON_TEXTS = st.lists(
     st.one_of(st.text(max_size=5), st.sampled_from([*MARKERS, '"', "'", "\\", "\n", "{", "}", "[ARGS]", "<think>"])),
     max_size=4,
 ).map("".join)
-"""Inside a JSON string anything may stand, markers too."""
+"""The contents of a JSON string, which may include markers."""
 BARE_TEXTS = st.text(st.sampled_from("ab <>/=\"'{}[]:;,\\é字😀\n"), max_size=12).filter(
     lambda text: text == text.strip()
 )
@@ -217,7 +217,7 @@ TREES = st.dictionaries(
     ),
     max_size=4,
 )
-"""Of MiniMax M3 nothing is JSON."""
+"""Arguments of MiniMax M3, whose format has no JSON."""
 
 
 def test_every_form_is_written():
@@ -293,7 +293,7 @@ WORDS = st.lists(
 
 
 def bare(text: str, name: str) -> str:
-    """``text`` without white space, and without the control tokens around calls in the form ``name``."""
+    """``text`` without white space and without the control tokens around calls in the form ``name``."""
     for mark in FORMS[name].noise:
         text = text.replace(mark, "") if "|" in mark or "｜" in mark else text
     for mark in FORMS[name].frames:

@@ -1,4 +1,4 @@
-"""An answer is read into thoughts, text and calls, the same in every splitting."""
+"""A completion is parsed into thoughts, text and calls, however it is split."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ SAID = {
     "functionary-v3-2": f"weather\n{json.dumps(ROME)}",
     "kimi": f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{json.dumps(ROME)}<|tool_call_end|>",
 }
-"""The last ones as llama.cpp's models/templates have them (Kimi-K3, Phi-4-mini-instruct, c4ai-command-r7b-12-2024), and
-IBM's documentation of Granite 3 (ibm.com/granite/docs)."""
+"""The last ones are from llama.cpp's models/templates (Kimi-K3, Phi-4-mini-instruct, c4ai-command-r7b-12-2024) and
+from IBM's documentation of Granite 3 (ibm.com/granite/docs)."""
 OTHERS = [
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ROME)}"),
     (
@@ -135,7 +135,7 @@ STREAMED = [
     "solar",
     "tool-calls",
 ]
-"""The forms in which a call is told as it forms."""
+"""The forms whose calls are streamed."""
 Read = tuple[str, str, list[tuple[str, Any]]]
 
 

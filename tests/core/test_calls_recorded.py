@@ -1,4 +1,4 @@
-"""Outputs of real models, and of their templates, are read as who collected them (the package canitoolcall) expects."""
+"""Recorded outputs of real models and templates are parsed as their collector (the package canitoolcall) expects."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ OTHERWISE = {
     "qwen3-hermes/vllm-invalid-json-missing-brace": "whole arguments are a call, also where the brace behind is missing",
     "mistral/vllm-v11-think-text": "its template thinks in [THINK]",
 }
-"""Where we read something else, and why."""
+"""Where our parse differs, and why."""
 
 
 def is_ours(fixture: Fixture) -> bool:
-    """Half a call is text here, which they leave out."""
+    """Skips incomplete calls, which are text for us and dropped by them."""
     is_half = "truncated" in fixture.tags and fixture.expected is not None
     return not is_half and fixture.id not in OTHERWISE
 
@@ -68,7 +68,7 @@ def reading(number: int) -> CompletionReading:
     prompt = (fixture.generation_prompt or "").rstrip()
     is_open = not prompt and (
         thinking.end in fixture.raw_output and thinking.begin not in fixture.raw_output
-    )  # prompts are not always told
+    )  # not every fixture has its prompt
     return CompletionReading(
         form=name,
         thinking=thinking,

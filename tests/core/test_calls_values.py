@@ -1,4 +1,4 @@
-"""What a text means as an argument is what its schema allows."""
+"""The schema of an argument decides how its text is read."""
 
 from __future__ import annotations
 

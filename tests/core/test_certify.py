@@ -1,4 +1,4 @@
-"""What a check of windows concludes from what its child answers, and what it keeps."""
+"""The verdict of a window check, derived from its child's results, and what is cached."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ ABORTED = "the child was ended by SIGABRT: GGML_ASSERT(hparams.is_swa_any()) fai
 
 
 class FakeChild:
-    """Answers ``TryCuts`` by what is wrong with a model: windows that begin at ``bad`` layers, keys that nothing looks
-    at."""
+    """Answers ``TryCuts`` by a model's faults: windows that fail at ``bad`` layers, keys that nothing reads."""
 
     bad: frozenset[int] = frozenset()
     bad_pairs: frozenset[tuple[int, int]] = frozenset()
@@ -80,7 +79,7 @@ class FakeChild:
 
 @pytest.fixture
 def child(monkeypatch):
-    """The class of the child that a check starts; what is set on it is true of the next one."""
+    """The child class of a check; attributes set on it apply to the next child."""
     kind = type("Child", (FakeChild,), {})
     monkeypatch.setattr(checking, "TaskChild", kind)
     monkeypatch.setattr(checking, "open_model", lambda path: kind.header)

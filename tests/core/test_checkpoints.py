@@ -1,4 +1,4 @@
-"""Where sequences whose cells cannot be cut back go back to: which states a ring keeps, and which it gives up for others."""
+"""Checkpoints of sequences whose KV cache cannot be cut: which states a ring keeps, and which it evicts first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.ring import FakeRing, generate
 
 SMALL = ([[2, 1, 3]], 2)
 MESSAGE = 3
-"""A token that begins one."""
+"""A token that begins a message."""
 
 
 def ring_of(states: int = 4, **options) -> FakeRing:
@@ -24,7 +24,7 @@ def message(length: int, number: int = 0) -> list[int]:
 
 
 def computed(ring: FakeRing, request: int, prompt: list[int]) -> int:
-    """The rows of ``prompt`` that are computed when it is asked for as ``request``, whose answer is that of it alone."""
+    """The number of prompt rows computed for ``request``; checks the completion too."""
     before = len(ring.windows[0].steps)
     tokens, _ = ring.ask(generate(request, prompt))
     assert tokens == ring.model.answer(prompt, 8, generate(request, prompt).sampling)

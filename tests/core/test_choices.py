@@ -1,4 +1,4 @@
-"""Choices of one request that are written at once."""
+"""Concurrent choices of one request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primad.errors import RingError
 
 
 class Writing:
-    """Choices that give ``parts`` each; says which are open."""
+    """Choices of ``parts`` parts each; records which are open."""
 
     def __init__(self, parts: int = 3, fails: int | None = None) -> None:
         self.parts, self.fails = parts, fails

@@ -1,4 +1,4 @@
-"""Who is asked for which chunk: whatever the sources do, every chunk arrives once, and a fetch ends."""
+"""The queue assigns chunks to sources: whatever the sources do, every chunk arrives once and the fetch ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNDER_WAY = 2
 
 
 def queue(**held: str) -> ChunkQueue:
-    """A queue of the chunks of layer ``a``, and its sources, each with the layers in its word."""
+    """A queue of the chunks of layer ``a``; each source holds the layers in its string."""
     made = ChunkQueue(held, UNDER_WAY)
     for source, digests in held.items():
         made.holds(source, digests)
@@ -162,7 +162,7 @@ class Fetching(RuleBasedStateMachine):
             assert self.chunks.under_way(source) == len(self.owed[source]) <= UNDER_WAY
 
     def teardown(self) -> None:
-        """From any state: sources that live and answer bring all that they hold, and the rest is called unavailable."""
+        """From any state, live sources deliver all that they hold, and the rest is reported unavailable."""
         if not hasattr(self, "chunks"):
             return
         for source in SOURCES:

@@ -1,4 +1,4 @@
-"""Where chunks end depends on the tokens before their ends alone; what a prompt computed serves those that begin like it."""
+"""Chunk ends depend only on the tokens before them; prompts with a common prefix share its computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primad.ring.chunks import Chunking, ChunkSize, Computed, Pieces
 
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 REST = st.lists(st.integers(0, 9), max_size=60)
-"""What follows: of one prompt that the other one begins with, nothing."""
+"""What follows a prefix; empty if one prompt is a prefix of the other."""
 
 
 def chunking(rows: int = 8, minimum: int = 3) -> Chunking:

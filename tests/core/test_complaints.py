@@ -1,4 +1,4 @@
-"""Whoever sends nonsense gets a line now and then, with how often it was."""
+"""Nonsense from a peer is logged now and then, with a count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the owner decided: flags over environment over file over defaults, and each bad value by its name."""
+"""The owner's settings: flags over environment over file over defaults; an error names the bad value."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_patience_that_contradicts_itself_is_refused(home, values, named):
         optional={
             key: st.one_of(st.text(max_size=12), st.floats(), st.integers(), st.booleans(), st.lists(st.text()))
             for key in config_module.KEYS
-            if key != "host"  # a name would be looked up
+            if key != "host"  # a name would be resolved
         },
     )
 )
@@ -349,7 +349,7 @@ def test_a_relative_home_in_a_folder_that_is_gone_is_refused(tmp_path, monkeypat
     assert load_config({"home": str(tmp_path)}, {}).home == tmp_path
 
 
-# ---- who may hear this device ---------------------------------------------------------------------------------------
+# ---- who may reach this device --------------------------------------------------------------------------------------
 
 
 def test_a_daemon_hears_all_networks_unless_told_otherwise(home, monkeypatch):
@@ -407,7 +407,7 @@ def test_a_home_that_cannot_be_made_is_refused(tmp_path):
 
 
 def test_a_folder_of_somebody_else_is_refused_before_anything_is_written(home, monkeypatch):
-    """As after a first start with sudo; root itself may write everywhere, so the system's answer is made up."""
+    """As after a first start with sudo. Root may write everywhere, so the system call is faked."""
     config = dataclasses.replace(load(home), kv_cache=home / "cells")
     monkeypatch.setattr(config_module.os, "access", lambda folder, _: folder == config.home)
     with pytest.raises(ConfigError, match=f"^{config.run}: this user may not write there; let them, or choose another"):

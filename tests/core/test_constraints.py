@@ -1,4 +1,5 @@
-"""``tools/constraints.txt`` has a version and hashes for every package that ``pyproject.toml`` asks for, and theirs."""
+"""``tools/constraints.txt`` pins version and hashes of every package in ``pyproject.toml`` and of their
+dependencies."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_every_package_has_a_version_hashes_and_a_use():
 
 @pytest.mark.parametrize("group", ASKED)
 def test_what_is_asked_for_is_locked(group: str):
-    """And what that asks for on this system, as far as it is installed."""
+    """Installed dependencies for this system are included."""
     waiting, seen = [Requirement(each) for each in ASKED[group]], set()
     while waiting:
         wanted = waiting.pop()
@@ -47,7 +48,7 @@ def test_what_is_asked_for_is_locked(group: str):
         seen.add(str(wanted))
         try:
             lines = requires(name) or []
-        except PackageNotFoundError:  # llama.cpp where only the core is tested
+        except PackageNotFoundError:  # llama.cpp is missing where only core tests run
             continue
         for each in map(Requirement, lines):
             extras = wanted.extras or {""}

@@ -1,4 +1,4 @@
-"""A conversation, what a stream brings to it, and how it is drawn."""
+"""A conversation, its streamed updates, and its rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without ``--context`` a plan has as much as agents need, unless that costs streaming or half of the speed."""
+"""Without ``--context`` a plan has the context that agents need, unless that costs streaming or half of the speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def question(*devices: DeviceProfile, trained: int = 1 << 15, **changes: Any) ->
 
 @pytest.fixture
 def solves(monkeypatch) -> list[int]:
-    """The context of each plan that was solved for."""
+    """The context of each plan that was solved."""
     asked, solve = list[int](), search.solve
 
     def counted(devices, links, model, work, **more):

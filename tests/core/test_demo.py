@@ -1,4 +1,4 @@
-"""The demo shares layers so that a reader sees why, and ends with what can be typed next."""
+"""The demo shares layers visibly, and ends with commands to try next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("layers", "windows"), [(30, "9,10,10"), (7, "2,2,2"), (4, "1,1,1"), (3, None)])
 def test_equal_processes_get_as_many_layers_as_each_other(layers: int, windows: str | None, tmp_path: Path) -> None:
-    """The head's share has one more, the last layer. With too few for that all take part as the plan has it."""
+    """The head also has the last layer. If there are too few layers, the plan decides but uses all devices."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, layers=layers)
     shared = ["--use-all"] if windows is None else ["--windows", windows, "--rounds", "1"]

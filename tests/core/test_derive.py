@@ -1,4 +1,4 @@
-"""An architecture that no table knows: what is derived for it, and when it is certified."""
+"""Unknown architectures: the derived entry, and its certification."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = Architecture(name="new", entries=("embd", "inp_scaled"), exit="l_out-{la
 
 
 def graph(*names):
-    """Nodes of the shape of hidden states; others begin with a full stop."""
+    """Nodes with the shape of hidden states; names with a leading dot have another shape."""
     return [GraphNode(name.removeprefix("."), not name.startswith(".")) for name in names]
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_tried():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """What was checked; its verdict, or what it raises, stands in ``result``."""
+    """Records checks; ``result`` is the verdict to return or the exception to raise."""
 
     class Checks(list):
         result = msgspec.structs.replace(VERDICT, architecture="new", entry=NAMES)

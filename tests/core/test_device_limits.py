@@ -1,4 +1,4 @@
-"""What the owner of a head lends it of other devices."""
+"""Limits that a head's owner sets for other devices."""
 
 from __future__ import annotations
 

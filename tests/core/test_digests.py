@@ -1,4 +1,4 @@
-"""Trees of layers that are remembered from run to run, and what is not believed."""
+"""Cached hash trees of layers, and which are rejected."""
 
 from __future__ import annotations
 

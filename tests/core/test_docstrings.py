@@ -1,4 +1,4 @@
-"""Docstrings and comments name files that are there."""
+"""Files named in docstrings and comments exist."""
 
 from __future__ import annotations
 

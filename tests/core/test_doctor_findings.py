@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: the right level, and for each problem a command."""
+"""The doctor's findings: the right level, and a command for each problem."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def levels(findings: list[Finding]) -> list[str]:
 
 
 def prefill_offload(findings: list[Finding]) -> bool:
-    """Whether each problem says what to type."""
+    """Whether each problem comes with a command."""
     return all(found.next for found in findings if found.level in ("warning", "error"))
 
 

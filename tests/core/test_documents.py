@@ -1,4 +1,4 @@
-"""The documents lead somewhere and name what there is."""
+"""Links and names in the documents are valid."""
 
 from __future__ import annotations
 

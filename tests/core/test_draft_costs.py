@@ -1,4 +1,4 @@
-"""What drafts cost where they are wrong, and win where they are right, under a simulated clock."""
+"""The cost of wrong drafts and the gain of right ones, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PROMPT = prompt(5)
 ANSWER = FakeModel(1).answer(PROMPT, TOKENS, GREEDY)
 PREDICTED = (1.0, 1.05, 1.1, 1.15, 1.2)
 MAX = 1.05
-"""Times as long: what a draft that is always wrong may cost."""
+"""The maximum slowdown factor by drafts that are always wrong."""
 
 
 def seconds(devices: int, drafter: Any = None, *, hop_s: float = 0.0, answers: int = 1, **options: Any) -> float:
-    """How long the answers took, one behind the other, from the first token told of all to the last."""
+    """The total time of the requests, run one after another, from the first token of all to the last."""
     tokens = TOKENS // answers
     ring = TimedRing(devices, hop_s=hop_s, context=1024, depth=devices, drafter=drafter or Nothing, **options)
     for request in range(answers):
@@ -41,11 +41,11 @@ def seconds(devices: int, drafter: Any = None, *, hop_s: float = 0.0, answers: i
 
 
 undrafted = cache(seconds)
-"""The same without drafts, which many are compared with."""
+"""Without drafts; cached, since many tests compare with it."""
 
 
 class NotBefore(PromptLookup):
-    """Drafts nothing before the first token is there."""
+    """Fails if asked before the first token."""
 
     def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         assert len(self._text) > len(PROMPT), "it was asked before the first token"
@@ -72,7 +72,7 @@ def test_a_draft_ahead_that_is_always_wrong_and_always_sure_costs_little(devices
 @pytest.mark.parametrize("share", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize("more", [0.4, 0.76, 0.9])
 def test_rows_of_one_step_take_no_place_of_rows_ahead_that_win_more(more, share):
-    """Two rows in one step promise up to 2 / (1 + more) times the tokens, two devices nearly twice as many."""
+    """Two rows in one step yield at most 2 / (1 + more) times the tokens, two devices nearly twice as many."""
     costs = [1 + more * rows for rows in range(8)]
     options = {"costs": costs, "shares": (0.3, 0.5, 0.2), "batching": Batching(replays=8)}
     ahead = Drafting(room=3, ring_passes=2.0)
@@ -86,7 +86,7 @@ def test_rows_of_one_step_take_no_place_of_rows_ahead_that_win_more(more, share)
 
 @pytest.mark.parametrize(("devices", "hop_s", "room"), RINGS)
 def test_looking_up_where_nothing_repeats_costs_next_to_nothing(devices, hop_s, room):
-    """The fake model draws at random from 64 tokens, so that each stood somewhere before."""
+    """The fake model samples uniformly from 64 tokens, so every token has occurred before."""
     took_s = seconds(devices, PromptLookup, drafting=Drafting(room=room), hop_s=hop_s)
     assert took_s <= undrafted(devices, hop_s=hop_s) / 0.97
 
@@ -140,7 +140,7 @@ def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little
     made: list[Working] = []
 
     class Working(Oracle):
-        """Works whenever a draft was asked for since the last token, as a process does that was told of it."""
+        """Counts as working from a request for drafts to the next token, like an external draft process."""
 
         works = False
 
@@ -164,7 +164,7 @@ def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little
     ("devices", "hop_s", "room", "minimum"), [(2, 0.0, 2, 1.4), (4, 0.0, 4, 2.2), (4, 0.01, 8, 3.5), (2, 0.01, 4, 2.2)]
 )
 def test_drafts_ahead_that_are_mostly_right_go_on_winning(devices, hop_s, room, minimum):
-    """The head has two visits of a token, so a ring of two has half of them at once at most, one of four five halves."""
+    """The head has two visits per token, so without hops the speedup is at most 3/2 for two devices, 5/2 for four."""
     took_s = seconds(devices, oracle(0.9), drafting=Drafting(room=room), hop_s=hop_s)
     assert undrafted(devices, hop_s=hop_s) >= minimum * took_s
 
@@ -193,7 +193,7 @@ RIGHT = [random.Random(place).random() < 0.8 for place in range(TOKENS)]
 
 
 class Behind(Oracle):
-    """Drafts a token every ``draft_s`` from when it knows the text, as long as it was right so far."""
+    """Drafts one token every ``draft_s`` after the latest text, as long as its drafts hold."""
 
     ring: TimedRing
     each_s: float
@@ -233,13 +233,13 @@ class Behind(Oracle):
         return DraftToken(token=self._drafted(len(drafts)), sure=0.8)
 
     def _drafted(self, depth: int) -> int:
-        """The same whenever it is asked: it is right at four of five places."""
+        """Deterministic; right at about four of five positions."""
         at = self._taken + depth
         return ANSWER[at] if RIGHT[at] else ANSWER[at] ^ 1
 
 
 def behind(draft_s: float, *, waits: bool) -> float:
-    """How long an answer takes whose model takes ``draft_s``, where a step of one row takes 0.01 s."""
+    """The time of a request with a draft model that takes ``draft_s`` a token, where a step of one row takes 0.01 s."""
     made = Behind(ANSWER, 0.8, 0.8, 3)
     made.each_s, made.waits = draft_s, waits
     ring = TimedRing(

@@ -1,4 +1,4 @@
-"""What a draft model would win for a plan, and the memory that the plan leaves it."""
+"""The gain of a draft model for a plan, and the memory that the plan leaves for it."""
 
 from __future__ import annotations
 

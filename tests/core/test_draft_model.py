@@ -1,4 +1,4 @@
-"""A draft model: what it has of a text, what of its drafts still counts, and what is told to it."""
+"""A draft model: what it knows of a text, which drafts still count, and which tasks it gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ tokens = st.integers(0, VOCABULARY - 1)
 
 
 def right(text: list[int], count: int) -> list[int]:
-    """How the draft model would go on."""
+    """The draft model's continuation of ``text``."""
     return MODEL.answer(text, count, GREEDY)
 
 
@@ -40,13 +40,13 @@ def nodes_of(printed: Drafted) -> list[TreeNode]:
 
 
 def main_of(printed: Drafted) -> list[int]:
-    """The first draft behind the text, the first behind that, and so on."""
+    """The tokens of the first path through the drafts."""
     nodes = nodes_of(printed)
     return [nodes[node].draft_token.token for node in first_path(nodes)]
 
 
 def check_said(printed: Drafted, text: list[int]) -> None:
-    """Each draft is what the model would say there, and how likely it would be."""
+    """Check that each draft is the model's output at its place, with the right probability."""
     nodes = nodes_of(printed)
     for place, node in enumerate(nodes):
         path, at = list[int](), node.parent
@@ -114,7 +114,7 @@ def test_it_stops_at_its_room_and_at_its_context():
 
 
 class Process:
-    """Notes what it is told."""
+    """Records its tasks."""
 
     def __init__(self) -> None:
         self.reported: list[DraftTask] = []
@@ -200,7 +200,7 @@ def test_how_sure_a_guess_is_follows_from_how_often_those_held():
 
 @given(st.lists(st.tuples(st.sampled_from(["say", "take", "ask"]), st.booleans()), max_size=60))
 def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_the_text(moves):
-    """The process answers any time later: what it was told waits, as does what it says."""
+    """The process may reply at any later time; messages wait in both directions."""
     process = Process()
     text = [3, 4]
     drafter = process.drafters(text)
@@ -318,7 +318,7 @@ def test_it_guesses_no_more_than_it_is_asked_for():
 
 
 def told_all(chain: DraftBranches) -> Drafted:
-    """What is said once there is nothing to do any more."""
+    """The drafts once no work is left."""
     printed = None
     while chain.has_work:
         printed = chain.work() or printed

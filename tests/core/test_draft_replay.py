@@ -1,8 +1,8 @@
-"""What looking up wins for real texts, played on a simulated clock: figures that no load of the machine changes.
+"""The gain of prompt lookup on real texts, replayed on a simulated clock: figures that do not depend on machine load.
 
-``replayed_answers.json`` has prompts and what SmolLM2 135M (Q4_1) answers to them, as tokens: the questions of ``tools/bench
-speculate``, code in five languages to copy, to comment and to rename in, texts to sum up or to say in other words, and an
-explanation. The rings are those of the bench, with windows that take the time of their weights.
+``replayed_answers.json`` has prompts and SmolLM2 135M (Q4_1) completions as tokens: the questions of ``tools/bench
+speculate``; code in five languages to copy, comment and rename in; texts to summarise or rephrase; and an explanation.
+The rings are those of the bench, and windows take the time of their weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MODEL_S: Final = 0.008
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Windows with such ``shares`` of the model, on a device each but the first and the last, which are the head's."""
+    """Windows with these ``shares`` of the model, on one device each; the first and the last are the head's."""
 
     shares: Sequence[float]
     hop_s: float
     drafting: Drafting
 
     def played(self, name: str, drafting: Drafting | None) -> tuple[float, Finished]:
-        """How long answer ``name`` takes from its first token on, and how it ended."""
+        """The time of completion ``name`` from its first token, and its end."""
         prompt, answer = ANSWERS[name]["prompt"], ANSWERS[name]["answer"]
         devices = len(self.shares) - 1
         ring = TimedRing(
@@ -60,7 +60,7 @@ class Bench:
         return took_s, next(event for event in ring.events if isinstance(event, Finished))
 
     def times(self) -> dict[str, float]:
-        """The tokens a second with drafts, in those without, of each answer."""
+        """The speedup by drafts for each completion."""
         return {name: self.played(name, None)[0] / self.played(name, self.drafting)[0] for name in ANSWERS}
 
 

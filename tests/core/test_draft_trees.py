@@ -1,4 +1,4 @@
-"""Trees of drafts: the text is that without them, no cell of it is written over, and no sequence or cell is left behind."""
+"""Draft trees do not change the text, overwrite no KV entry, and leak no sequence or KV entry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def node(token: int, parent: int) -> TreeNode:
 
 @st.composite
 def trees(draw) -> list[TreeNode]:
-    """Any tree of up to nine nodes; the children of a node are different tokens."""
+    """Any tree of up to nine nodes; siblings have different tokens."""
     nodes: list[TreeNode] = []
     for count in range(draw(st.integers(1, 9))):
         parent = draw(st.integers(-1, count - 1))
@@ -69,13 +69,13 @@ def test_each_path_has_one_sequence_and_none_but_the_main_one_is_the_texts(nodes
     for at in range(len(nodes)):
         assert (tree.holder(at) or 0) in tree.sequences(at, 0)
     before = None
-    for at in range(-1, len(nodes)):  # llama.cpp takes a step only where rows have ever fewer of the sequences together
+    for at in range(-1, len(nodes)):  # llama.cpp requires that rows of a step share ever fewer of the sequences
         assert before is None or set(tree.sequences(at, 0)) <= before
     assert NO_TREE.sequences(-1, 0) == [0]
 
 
 class Reported:
-    """Says what stands in a table: behind which drafts which drafts may come, the first one first."""
+    """Drafts from a table: for each path, the candidates in order."""
 
     def __init__(self, table: dict[tuple[int, ...], list[tuple[int, float]]]) -> None:
         self._table = table
@@ -123,7 +123,7 @@ def test_where_guesses_are_sure_or_rows_dear_it_is_a_chain_or_nothing():
     ],
 )
 def test_no_draft_is_looked_for_that_no_row_of_the_step_computes(costs, draft, rows, looked_for):
-    """The layers of a model take a while for each; the last one pays if the one before it did."""
+    """Each draft by the model's layers takes time; the last one pays if the one before it did."""
 
     class Asked(Reported):
         count = 0
@@ -168,7 +168,7 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
 
 
 class Doubting(Counting):
-    """Drafts the number that follows the last token, or else one of the two behind it, and goes on from there."""
+    """Drafts the number after the last token, or alternatively the one after that, and continues from there."""
 
     sure = 0.5
 
@@ -178,7 +178,7 @@ class Doubting(Counting):
 
 
 def with_tree():
-    """A scheduler whose generation has sampled 10 to 13, and its next step, which has a tree of drafts."""
+    """A scheduler whose generation has sampled 10 to 13, and its next step, which has a draft tree."""
     made = begun([1, 2], drafting=Drafting(rows=5, costs=(1.0,) * 5, branches=3), drafter=Doubting, sequences=1)
     return made, next_step(made)
 
@@ -211,7 +211,7 @@ def test_a_tree_of_which_nothing_held_leaves_the_text_as_it_was():
 
 @pytest.fixture(autouse=True, scope="module")
 def short_turns():
-    """What one owner has computed is often set back for another one's."""
+    """Short turns, so that owners often preempt each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "MIN_TURN", 3)
         yield
@@ -247,7 +247,7 @@ def tree_rings(draw, sampling=GREEDY, **options):
 
 
 def check_nothing_is_left(ring: FakeRing, sampling: Sampling = GREEDY) -> None:
-    """Behind one more answer no branch has a cell, and the text's own sequence no more than it needs."""
+    """Check that after one more request no branch holds a KV entry, and the text's own sequence only what it needs."""
     tokens, _ = ring.ask(generate(99, [1], tokens=1, sampling=sampling))
     assert tokens == ring.model.answer([1], 1, sampling)
     for window in ring.windows:
@@ -350,7 +350,7 @@ ANSWER = FakeModel(1).answer([1, 2, 3], LONG + 20, GREEDY)
 
 
 class Calibrated(Nothing):
-    """Its first draft is right in the share ``first`` of cases, its second in ``second``, as it says."""
+    """The first draft is right with probability ``first``, the second with ``second``; both are calibrated."""
 
     def __init__(self, first: float, second: float) -> None:
         self._first, self._second, self._taken = first, second, 0
@@ -375,7 +375,7 @@ class Calibrated(Nothing):
 
 
 def seconds(first: float, second: float, branches: int, more: float) -> float:
-    """How long an answer takes of which a row more in a step costs ``more`` of one."""
+    """The time of a request if each further row of a step costs ``more`` of the first."""
     costs = tuple(1 + more * rows for rows in range(8))
     ring = TimedRing(
         1,

@@ -1,4 +1,4 @@
-"""Who drafts what, how sure of it, and when drafts are worth a place in the ring."""
+"""The choice of drafter, its confidence, and when drafts are worth their place in the ring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.fakes.drafter import Nothing
 
 
 def chain(lookup: PromptLookup, count: int) -> list[int]:
-    """What ``lookup`` drafts one behind the other."""
+    """The successive drafts of ``lookup``."""
     found: list[int] = []
     for _ in range(count):
         draft_token = lookup.propose(found)
@@ -101,7 +101,7 @@ def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
 
 
 def paced(gap_s: float, drafted_s: float, tokens: int, *, sure: float = 0.7) -> list[bool]:
-    """Whether such a draft is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
+    """Whether drafts are wanted at each token, for the given time per token without and with drafts."""
     pace, now, wanted = Pace(), 0.0, []
     for _ in range(tokens):
         wanted.append(pace.wants(sure))
@@ -141,8 +141,8 @@ def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafte
 
 
 def unevenly_paced(times: float, tokens: int) -> tuple[float, float]:
-    """What share of tokens has drafts, and how many times as long all take. By chance each takes half or twice as long, and
-    one with drafts so many ``times`` as long."""
+    """The share of tokens with drafts, and the total slowdown. Times vary at random by a factor of about 1.5; a
+    token with drafts takes ``times`` as long."""
     drafted, took_s, alone_s = 0, 0.0, 0.0
     for seed in range(20):
         pace, now, chance = Pace(), 0.0, random.Random(seed)
@@ -198,7 +198,8 @@ def test_drafts_of_which_none_holds_end_sooner():
 
 
 def idle_tokens(losses: Losses, gap_s: float, *, held: int = 0) -> int:
-    """How many tokens a drafter works for nothing, behind so many drafts that held, before that is given up."""
+    """The number of tokens for which a drafter works in vain, after ``held`` accepted drafts, before it is turned
+    off."""
     pace, now = Pace(losses=losses), 0.0
     for token in range(BEGINS_AFTER + 1 + held):
         pace.took(now, drafted=token > BEGINS_AFTER, missed=False)
@@ -283,7 +284,7 @@ def test_rows_that_follow_each_other_give_less_where_the_head_drafts_between_the
 
 
 class Sure(Nothing):
-    """Drafts 7 for ever, with the same confidence, each in ``own_s``."""
+    """Always drafts 7, with constant confidence, in ``own_s`` each."""
 
     def __init__(self, sure: float, own_s: float = 0.0) -> None:
         self._sure, self._own_s = sure, own_s

@@ -1,4 +1,4 @@
-"""Where the encoder of pictures runs: beside the layers of a plan, where a picture takes clearly less time."""
+"""The place of the image encoder: next to a plan's layers, on the device where an image takes clearly less time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the layer cache goes when room is needed, what never goes, and what survives a stop."""
+"""Eviction from the layer cache: what goes first, what never goes, and what survives a restart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chunk(layer: LayerCut, number: int) -> bytes:
 
 
 def begin(cache: LayerCache, layer: LayerCut, *numbers: int) -> None:
-    """Leave these chunks of ``layer`` behind, as a fetch does that ends early."""
+    """Leave these chunks of ``layer`` in the cache, as an interrupted fetch does."""
     with cache.part(layer.ref()) as part:
         part.begin(layer.tree())
         for number in numbers:

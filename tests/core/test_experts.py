@@ -1,4 +1,4 @@
-"""The pool of experts: what is picked is there, no more than the room is held, and the ones used most stay."""
+"""The pool of experts: picked experts are present, the limit holds, and the most used ones stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_pool(counts, capacity, *, size=10):
 
 
 class Memory:
-    """What is in memory when each change is carried out, with the rules that every change keeps."""
+    """The contents of memory as changes are applied; checks the invariants of each change."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -118,7 +118,7 @@ def test_the_experts_used_most_stay_whatever_layer_they_are_of():
             picked = int(rng.choice(4, p=chance[layer]))
             memory.apply(pool.pick(layer, picks([picked])), frozenset({(layer, picked)}))
     assert (0, 0) in memory.held
-    whole_layers = 400 * 10  # one of two layers held whole: every pick of the other one may be read
+    whole_layers = 400 * 10  # one of two layers held whole: every pick of the other may be read
     assert memory.read_bytes - counted < 0.75 * whole_layers
 
 
@@ -161,7 +161,7 @@ def test_a_lap_of_a_prompt_reads_no_more_than_what_does_not_fit_and_two_layers()
 def test_experts_that_repeat_are_read_ahead_and_others_are_not():
     pool = a_pool((8, 8), 60)
     pool.fill()
-    for _ in range(200):  # each pick lasts for 10 steps, and none is picked more often than another
+    for _ in range(200):  # each pick lasts 10 steps, and all are equally frequent
         for start in range(8):
             for _ in range(10):
                 pool.pick(0, picks([start]))
@@ -254,7 +254,7 @@ SOME = ((0.5, 0.75), (1.0, 0.5), (1.5, 0.25))
     ],
 )
 def test_a_plan_forecasts_what_the_pool_reads_of_experts_that_are_picked_unevenly(steepness, held):
-    """All taken for alike, the plan would have 1.2 to 6 times as much read."""
+    """If all experts counted as equally frequent, the forecast of reads would be 1.2 to 6 times as high."""
     count, used, layers = 32, 4, 8
     rng = np.random.default_rng(0)
     liking = [-steepness * np.log(1 + rng.permutation(count)) for _ in range(layers)]

@@ -1,4 +1,4 @@
-"""Extra buffers are used where a device's profile says that most weights are faster with them, and where copies fit."""
+"""Extra buffers are used if the profile says that most weights are faster with them, and if the copies fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.fakes.planning import GB, device, model
 
 MODEL = model(layers=20, layer_bytes=GB // 10)
 COPIES = 10 * (GB // 10) + GB // 5
-"""What the head copies of its windows of ``PLAN``, the output matrix among it."""
+"""The bytes that the head copies for its windows of ``PLAN``, including the output matrix."""
 PLAN = arrange(["desk", "lap"], (10, 10), rounds=1, model=MODEL)
 
 
 def profiled(name: str, *faster: str, ram: int = 100 * GB, host: str | None = None) -> DeviceProfile:
-    """A device that computes the types ``faster`` faster with extra buffers, and two others without."""
+    """A device where extra buffers speed up only the types ``faster``."""
     found = device(name, ram=ram, host=host)
     speeds = tuple(
         replace(found.cpu.speeds[0], type=kind, extra_buffers=kind in faster) for kind in ("Q4_K", "Q6_K", "F16")
@@ -38,7 +38,7 @@ def profiled(name: str, *faster: str, ram: int = 100 * GB, host: str | None = No
 def chosen(
     profiles: Sequence[DeviceProfile], *, wish: str = "auto", model: ModelProfile = MODEL, plan: Plan = PLAN
 ) -> dict[str, bool]:
-    """Whether all windows of a device have extra buffers; all or none do."""
+    """Whether a device's windows have extra buffers: all or none."""
     found = choose_extra_buffers(
         assignments(plan, model), {profile.device: profile for profile in profiles}, model, wish
     )
@@ -102,7 +102,7 @@ def test_of_a_window_that_streams_there_are_no_copies(wish):
 
 
 def with_plain(profile: DeviceProfile) -> DeviceProfile:
-    """``profile``, which is half as fast without extra buffers."""
+    """``profile`` with half the speed without extra buffers."""
     speeds = tuple(
         replace(
             speed,
@@ -144,7 +144,7 @@ def test_of_a_window_that_is_helped_there_are_no_copies_and_it_was_planned_for_s
 
 
 def repacked(name: str) -> DeviceProfile:
-    """A device whose repacked weights make a token 1.2 times as quick, and a prompt half as quick."""
+    """A device where repacked weights speed up decode 1.2 times and halve prefill speed."""
     found = device(name)
     plain = replace(found.cpu.speeds[0], type="Q4_K", decode_bytes_per_s=1e10, prefill_flop_per_s=2e11)
     speed = replace(plain, decode_bytes_per_s=1.2e10, prefill_flop_per_s=1e11, extra_buffers=True, plain=plain)

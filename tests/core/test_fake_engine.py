@@ -1,4 +1,4 @@
-"""The fake engine is strict: each mistake that a ring could make fails where it happens."""
+"""The fake engine is strict: each possible mistake of a ring fails where it happens."""
 
 from __future__ import annotations
 

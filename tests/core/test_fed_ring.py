@@ -1,4 +1,4 @@
-"""The other devices have something to compute while the head does, under a simulated clock."""
+"""The other devices stay busy while the head computes, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.timed_ring import TimedRing
 VISIT_S = 0.01
 TOKENS = 60
 SHARES = [(0.1, 1.0, 0.9), (0.5, 0.9, 0.5), (0.9, 0.9, 0.1), (0.3, 0.6, 0.6), (0.2, 0.9, 0.92), (0.3, 0.9, 0.7)]
-"""Of a visit: the head's first window, the other device's, and the head's last."""
+"""Shares of a visit: the head's first window, the other device's window, the head's last window."""
 
 
 @pytest.mark.parametrize("shares", SHARES)

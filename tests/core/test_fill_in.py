@@ -1,4 +1,4 @@
-"""The prompt of a model that fills in: its tokens around what is before and after a gap, within the room there is."""
+"""The prompt of a fill-in-the-middle model: its tokens around prefix and suffix, within the available room."""
 
 from __future__ import annotations
 

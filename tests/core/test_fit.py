@@ -1,4 +1,4 @@
-"""Which models are shown first, and which are marked."""
+"""The ranking of models, and which are marked as best."""
 
 from __future__ import annotations
 

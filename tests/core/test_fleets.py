@@ -1,4 +1,4 @@
-"""Fleets as data: those that come with primad are whole and plausible, those of others are checked."""
+"""Fleets as data: built-in ones are complete and plausible, others are validated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def all_devices() -> list[DeviceProfile]:
 
 @pytest.mark.parametrize("device", all_devices(), ids=lambda device: device.device)
 def test_every_device_is_plausible(device: DeviceProfile) -> None:
-    """No kernel is quicker than its memory; free memory is part of all; shared memory is part of RAM."""
+    """No kernel outruns its memory; free memory is part of the total; shared memory is part of RAM."""
     assert device.ram_available_bytes <= device.ram_total_bytes
     assert all(speed.decode_bytes_per_s <= 1.2 * device.ram_read_bytes_per_s for speed in device.cpu.speeds)
     assert 0 < device.disk.random_bytes_per_s <= device.disk.fault_bytes_per_s <= device.disk.prefetch_bytes_per_s

@@ -1,4 +1,4 @@
-"""The header reader against files that lie: always one ``ModelError``, never anything else, never a hang."""
+"""The header reader on malformed files: always one ``ModelError``, never anything else, never a hang."""
 
 import os
 import struct
@@ -46,7 +46,7 @@ TENSORS = (tensor("token_embd.weight", (4, 3)), tensor("blk.0.attn_q.weight", (3
 
 
 def build(keys=KEYS, tensors=TENSORS, *, data=132, version=3, magic=b"GGUF", key_count=None, tensor_count=None):
-    """A GGUF file; ``data`` bytes of weights behind the header."""
+    """A GGUF file with ``data`` bytes of weights after the header."""
     counts = (
         len(tensors) if tensor_count is None else tensor_count,
         len(keys) if key_count is None else key_count,
@@ -199,7 +199,7 @@ def test_absurd_lengths(scratch, size):
 
 
 def test_a_header_that_never_ends(scratch):
-    """A sparse file whose first key claims to be larger than any header: refused before it is read."""
+    """The first key of a sparse file claims more than the maximum header size; it is refused before it is read."""
     size = MAX_HEADER_BYTES + 1
     head = build([key("numbers", ARRAY, struct.pack("<IQ", U8, size))], data=0)[0]
     scratch.write_bytes(head)

@@ -1,4 +1,4 @@
-"""``--parallel auto`` on small fleets: no plan of groups and single devices that can be written down is much better."""
+"""``--parallel auto`` on small fleets: no plan of groups and single devices that can be enumerated is much better."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.fakes.planning import GB, device, link, model
 LAYERS = 6
 WEIGHTS = (2, 4, 8, 16)
 ENOUGH, SHORT = (0.8, 1, 1.4, 8), (0.6, 0.7, 0.8)
-"""GB of memory, of which a model has 1.5 and an output matrix."""
+"""GB of memory; the model takes 1.5 and an output matrix."""
 GIVEN_UP = 0.1
-"""A group is taken where it gains 5 %, and a pipeline settles for as much to fill the ring."""
+"""A group must gain 5 %, and a pipeline may give up as much to fill the ring."""
 
 
 def fleet(seed: int, rams: Sequence[float] = ENOUGH, *, gpus: bool = False) -> PlanRequest:
-    """Two or three devices, some slower or short of memory, on links from quick to useless; with slow ``gpus``, which hold
-    all."""
+    """Two or three devices, some slower or short of memory, on links from fast to useless; with ``gpus``, slow ones
+    that hold the whole model."""
     rng = random.Random(seed)
     names = ["desk", "mini", "nas"][: rng.choice([2, 3, 3])]
     devices = [
@@ -70,7 +70,7 @@ def groups_of(names):
 
 
 def plans(request: PlanRequest):
-    """Every plan with one group of a few weights, or none, that is no worse for its order."""
+    """Every plan with at most one group of a few weights, with devices in the given order."""
     names = [each.device for each in request.devices]
     for group in [(), *groups_of(names)]:
         for weights in product(WEIGHTS, repeat=len(group)):
@@ -106,7 +106,7 @@ def rings(request, ring, groups):
 
 
 def on_gpus(plan: Plan, request: PlanRequest, groups) -> Plan:
-    """``plan`` with all layers on GPUs, where there are any; in the route those of ``groups`` are not."""
+    """``plan`` with all layers on GPUs, if there are any, except those of ``groups``."""
     if request.devices[0].gpu is None:
         return plan
     firsts = {ranks[0].device for ranks in groups}
@@ -122,7 +122,7 @@ def test_no_plan_of_groups_and_devices_is_much_better_than_that_of_auto(seed, gp
     asked = found.question.with_rows(512)
     judged = [evaluate(each, asked) for each in plans(request)]
     fits = (each.objective_s(request.run.objective, asked.workload.answer_tokens) for each in judged if not each.short)
-    best = min(fits, default=math.inf)  # where something has to stream
+    best = min(fits, default=math.inf)  # infinity where something has to stream
     assert value <= (1 + GIVEN_UP) * best, found.why_parallel
 
 

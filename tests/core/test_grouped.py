@@ -1,4 +1,4 @@
-"""Options in groups: each an option of the command, shown under its group's title, and made into the group again."""
+"""Grouped options: each is an option of the command, shown under its group's title, and reassembled into the group."""
 
 from __future__ import annotations
 

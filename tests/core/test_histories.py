@@ -1,4 +1,5 @@
-"""Strict chat templates: what a client sends back each turn reaches the model, whatever its template wants."""
+"""Strict chat templates: the history that a client resends each turn reaches the model, whatever its template
+requires."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_every_template_takes_every_history_and_shows_all_that_was_said(name):
 
 
 class _Counting(ByteVocabulary):
-    """Counts renderings by what each asks for."""
+    """Counts renderings by reads of ``bos``."""
 
     seen = 0
 

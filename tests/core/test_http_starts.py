@@ -1,4 +1,4 @@
-"""Of requests that come at once some begin at a turn of the loop, the newest connection's first, and machines take turns."""
+"""Only some of many simultaneous requests start per turn of the loop: newest connection first, machines in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primad.api.http.turns import TURN_S
 
 
 class Loop:
-    """Runs what is asked for when it is told to."""
+    """Runs scheduled calls on demand."""
 
     def __init__(self) -> None:
         self._soon: list[Callable[[], None]] = []
@@ -19,7 +19,7 @@ class Loop:
         self._soon.append(lambda: work(*arguments))
 
     def turn(self) -> bool:
-        """Whether there was something to do."""
+        """Run what is due; whether there was something."""
         due, self._soon = self._soon, []
         for work in due:
             work()

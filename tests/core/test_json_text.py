@@ -1,4 +1,4 @@
-"""What is taken of a JSON object that grows is always the beginning of one, and all of it in the end."""
+"""The parts taken of a growing JSON object are always a prefix of valid JSON, and complete in the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=4)
 
 
 def take(pieces: list[str]) -> tuple[list[str], str, JsonText]:
-    """What was taken of each piece and at the end, what is left, and the state."""
+    """What was taken of each piece and at the end, the rest, and the reader."""
     reader, held, taken = JsonText(), "", []
     for number, piece in enumerate([*pieces, ""]):
         held += piece

@@ -1,4 +1,4 @@
-"""Which cells a ring keeps as which blocks, what it computes again beside them, and when it needs them no more."""
+"""Which KV entries a ring keeps in which blocks, what it recomputes, and when it releases them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = [20 + number for number in range(10)]
 
 
 def keeping(**options) -> FakeRing:
-    """A ring that keeps chunks of 4 tokens and every 3 rows of an answer."""
+    """A ring that keeps chunks of 4 tokens and every 3 rows of a completion."""
     return FakeRing(*SMALL, **{"rows": 4, "keep_rows": 3, **options})
 
 
@@ -42,7 +42,7 @@ def asked(request: int = 1, prompt: Sequence[int] = PROMPT, **options) -> Genera
 
 
 def kept(ring: FakeRing, request: int = 1) -> list[KvBlock]:
-    """What was told as kept of ``request``, in its order."""
+    """The blocks reported as kept for ``request``, in order."""
     return [
         each for event in ring.events if isinstance(event, KvKept) and event.request == request for each in event.blocks
     ]
@@ -59,7 +59,7 @@ def sampled(ring: FakeRing, request: int = 1) -> list[int]:
 def blocks_of(
     ring: FakeRing, tokens: Sequence[int], sizes: Sequence[int], prompt: Sequence[int] = PROMPT
 ) -> list[KvBlock]:
-    """The chain of ``prompt`` and of ``tokens`` behind it that are computed row by row, in blocks of ``sizes``."""
+    """The chain of ``prompt`` and of the following ``tokens``, computed row by row in blocks of ``sizes``."""
     chain = prompt_blocks(ring.chunking, prompt, ROOT)
     at = 0
     for size in sizes:
@@ -74,7 +74,7 @@ def whole(tokens: int = 8) -> list[int]:
 
 
 def heir(ring: FakeRing, **options) -> FakeRing:
-    """The next ring of the same devices."""
+    """The next ring on the same devices."""
     return keeping(**{"shelves": ring.shelves, **options})
 
 
@@ -221,7 +221,7 @@ def test_a_request_that_reuses_nothing_loads_nothing():
 
 
 def test_blocks_of_other_chunks_serve_the_answer_that_made_them_and_nobody_else():
-    """Another prompt would have other bits behind chunks that ended elsewhere."""
+    """Another prompt would get different bits after chunks that ended elsewhere."""
     ring = keeping(rows=5)
     tokens, _ = ring.ask(asked())
     chain = kept(ring)
@@ -328,7 +328,7 @@ def test_who_begins_like_a_prompt_that_is_loaded_copies_it_behind_that():
 
 
 def test_a_sequence_is_kept_before_it_has_another_text():
-    """The block of one that is over is needed by another one with the same prompt."""
+    """A new sequence with the same prompt needs the block of the finished one."""
     ring, other = keeping(sequences=3, depth=1, context=128), [*range(40, 48)]
     made, is_over = ring.scheduler, False
     for each in (asked(1, other, root="", tokens=20), asked(2, tokens=1), asked(3)):

@@ -1,4 +1,4 @@
-"""Models whose cells go on with a state alone: how much is computed again, and what requests at once have in common."""
+"""Models whose KV cache needs a state to continue: how much is recomputed, and what concurrent requests share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 60
 
 
 def ring_of(**options) -> FakeRing:
-    """Chunks of at most 16 tokens, blocks of an answer of 2."""
+    """Chunks of at most 16 tokens, and blocks of 2 rows of a completion."""
     fields = {"rows": 16, "states": 4, "keep_rows": 2, "state_rows": STATE_ROWS, "depth": 1, **options}
     return FakeRing(*SMALL, **fields)
 
@@ -28,7 +28,7 @@ def text(length: int, number: int = 0) -> list[int]:
 
 
 def written(ring: FakeRing, replica: FakeReplica, prompt: list[int], tokens: int, *, drains: bool = False) -> list[int]:
-    """The first ``tokens`` tokens of an answer that goes on; what is told of its blocks is noted."""
+    """The first ``tokens`` tokens of an unfinished completion; the replica notes its blocks."""
     asked = generate(1, prompt, tokens=TOKENS, root="ann")
     replica.give(asked)
     ring.head.submit(asked)
@@ -45,7 +45,7 @@ def written(ring: FakeRing, replica: FakeReplica, prompt: list[int], tokens: int
 
 
 def gone_on(replica: FakeReplica, left: FakeRing, prompt: list[int], sampled: list[int], **options) -> FakeRing:
-    """Another ring of the devices of ``left`` that ends the answer, which is what it would have been."""
+    """Another ring on the devices of ``left`` that finishes the completion; checks its text."""
     ring = ring_of(shelves=left.shelves, **options)
     replica.move(ring, left.shelves)
     asked = generate(1, prompt, sampled=sampled, tokens=TOKENS, root="ann", blocks=replica.chains[1])
@@ -55,7 +55,7 @@ def gone_on(replica: FakeReplica, left: FakeRing, prompt: list[int], sampled: li
 
 
 def again(ring: FakeRing, known: int) -> int:
-    """Rows that the first window computed of ``known`` tokens."""
+    """The number of rows among the ``known`` tokens that the first window computed."""
     return sum(position < known for step in ring.windows[0].steps for position in step)
 
 
@@ -117,7 +117,7 @@ def test_choices_of_one_prompt_compute_it_once(state_rows):
 
 @pytest.mark.parametrize("moves", [0, 10, 60])
 def test_a_request_has_what_another_one_computes_of_its_beginning_now(moves):
-    """Before that is computed, in the middle of it, or past it: then from where a state of it is kept."""
+    """Submitted before, during or after the computation of the shared prefix; afterwards from a kept state."""
     ring, first, second = ring_of(sequences=2), text(200), text(192) + text(20, 3)
     ring.head.submit(generate(1, first, root="ann"))
     for _ in range(moves):

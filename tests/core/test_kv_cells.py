@@ -1,4 +1,4 @@
-"""Files of KV cells: what was packed comes back, and whatever else stands there is refused before memory is touched."""
+"""KV cache files: packed content comes back, and anything else is refused before memory is allocated."""
 
 import struct
 from io import BytesIO
@@ -71,7 +71,7 @@ def test_a_damaged_layer_leaves_the_others():
 
 
 def forged(change):
-    """A file whose index says something else, with the digest that belongs to it."""
+    """A file with an altered index and a matching digest."""
     data = packed(SECOND, [cells(SECOND, 3), cells(SECOND, 4)])
     length = struct.unpack_from("<I", data, 8)[0]
     index = msgspec.msgpack.decode(data[12 : 12 + length])

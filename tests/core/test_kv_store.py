@@ -1,4 +1,5 @@
-"""The store of KV cells: what is put is held, what is damaged is not there, and the limit never takes what is leased."""
+"""The store of KV blocks: what is put is held, damaged blocks count as missing, and the limit never evicts leased
+ones."""
 
 import math
 import os
@@ -52,7 +53,7 @@ def test_layers_of_several_windows_are_read_as_one(tmp_path):
 
 
 def part_of(folder, *layers, cell_bytes=LAYER_BYTES):
-    """What another device gives of ``FIRST``: other bytes than this one has."""
+    """Another device's copy of ``FIRST``, whose bytes differ from this one's."""
     other = KvStore(folder / "other")
     other.put(FIRST, cells_of(FIRST, layers, cell_bytes, salt=1))
     part = other.part(FIRST.key, layers[0], layers[-1] + 1)
@@ -275,7 +276,7 @@ def test_a_folder_that_refuses_is_one_clear_error(tmp_path):
     assert store.read(FIRST.key, 0, 1) == []
 
 
-# ---- the shelf ---------------------------------------------------------------------------------------------------------
+# ---- the KV writer -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def test_a_chain_with_a_hole_is_none(kept, tmp_path):
 
 
 class _Slow(KvStore):
-    """Writes when it is let."""
+    """Writes when it is allowed to."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -358,7 +359,7 @@ def test_what_waits_is_written_before_the_end(tmp_path):
 
 
 def odd(**changes):
-    """A cell of layer 5 that differs from those of this device."""
+    """KV data of layer 5 in another format than this device's."""
     (cell,) = cells(FIRST, 5)
     return replace(cell, **changes)
 
@@ -383,7 +384,7 @@ def copied(folder, *cells):
 
 @pytest.mark.parametrize("strange", ODD)
 def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp_path, strange):
-    """A ring that began with them would break when it loads them."""
+    """A ring that started with them would fail when loading them."""
     part = copied(tmp_path / "other", *cells(FIRST, 4), strange)
     replica = KvStore(tmp_path / "cells")
     assert replica.add_part(FIRST, part, range(0, 9)) == range(4, 6), "who keeps them for another knows no form"
@@ -391,7 +392,7 @@ def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp
     mine.expect([shape_of(each) for each in cells(FIRST, 5, 6)])
     with pytest.raises(CellsError, match="layer 5 have other types or sizes"):
         mine.add_part(FIRST, part, range(0, 9))
-    for store in (mine, replica):  # it is to compute these layers now
+    for store in (mine, replica):  # the device now computes these layers
         shelf = KvWriter(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
         assert not store.layers(FIRST.key)
         assert not shelf.chain(FIRST.key, 5, 6)
@@ -401,7 +402,7 @@ def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp
 
 
 def numbers(kind: int, *values: float) -> bytes:
-    """As ggml type ``kind`` has them; of quantised blocks they are the scales."""
+    """Values as ggml type ``kind`` stores them; for quantised blocks they are the scales."""
     match kind:
         case 0:
             return np.array(values, "<f4").tobytes()
@@ -434,7 +435,7 @@ STATE = keys.state_behind(SECOND)
 
 
 def state(size: int = 1000) -> list[LayerCells]:
-    """That of layer 5 behind two blocks."""
+    """The state of layer 5 after two blocks."""
     (none,) = cells(STATE, 5)
     return [replace(none, keys=b"r" * size, values=b"s" * 3 * size)]
 

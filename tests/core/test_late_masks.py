@@ -1,4 +1,4 @@
-"""A grammar whose mask is late holds up its own answer and no other: who has no mask is held back, and loses no token.
+"""A grammar whose mask is late delays only its own request: sequences without a mask are held back and lose no token.
 
 In rings with an odd seed masks are late at random, so the properties of ``test_ring.py``, ``test_speculation.py`` and
 ``test_draft_trees.py`` hold for them too.
@@ -29,7 +29,7 @@ SHAPES = (([], 3, Batching(rows=3)), ([[1, 1, 1]], 1, Batching()), ([[1, 2], [1,
 
 
 def ring_of(rounds, tail, batching, looks: int = NEVER, **options) -> FakeRing:
-    """One in which each mask of answers sampled as ``LATE`` is there at the so many-eth look."""
+    """A ring in which masks of requests sampled as ``LATE`` are ready at look number ``looks``."""
     ring = FakeRing(rounds, tail, sequences=3, batching=batching, **options)
     ring.model.late = lambda sampling: looks if sampling.seed else 0
     return ring
@@ -88,7 +88,7 @@ def test_an_answer_that_is_held_back_goes_on_in_the_next_ring(shape):
 
 
 def test_drafts_hold_although_each_mask_is_there_only_when_it_is_waited_for():
-    """As behind drafts in one step, where each token's mask is begun when the one before it was drawn."""
+    """As after drafts in one step, where each token's mask is begun when the token before it is sampled."""
 
     def accepted(looks: int) -> int:
         drafting = Drafting(rows=4, costs=(1.0,) * 4, branches=0, adapts=False)
@@ -100,7 +100,7 @@ def test_drafts_hold_although_each_mask_is_there_only_when_it_is_waited_for():
 
 
 class SlowWords(ByteTokens):
-    """Read when ``goes_on`` is set."""
+    """Loads once ``goes_on`` is set."""
 
     def __init__(self, goes_on: threading.Event) -> None:
         goes_on.wait()

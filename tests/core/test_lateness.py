@@ -1,4 +1,4 @@
-"""When a lap of the ring is late: the first one by a rule, the others by what laps took of late."""
+"""When a ring pass is late: the first by a fixed rule, later ones by recent ring passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tools/laws.py`` refuses names that are made of a word that the field has another one for."""
+"""``tools/laws.py`` refuses names made of home-made words for which the field has a term."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def broken(root: Path) -> list[str]:
-    """What it says of the sources under ``root``."""
+    """The law's findings in the sources under ``root``."""
     argv = [sys.executable, str(ROOT / "tools" / "laws.py"), str(root)]
     return subprocess.run(argv, capture_output=True, text=True, check=False).stderr.splitlines()
 

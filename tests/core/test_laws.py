@@ -1,4 +1,4 @@
-"""``tools/laws.py`` finds a type name that is defined twice, and an import that goes the wrong way."""
+"""``tools/laws.py`` finds type names defined twice and imports in the wrong direction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def broken(root: Path) -> list[str]:
-    """What it says of the sources under ``root``."""
+    """The laws' findings in the sources under ``root``."""
     argv = [sys.executable, str(ROOT / "tools" / "laws.py"), str(root)]
     run = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (int(bool(run.stderr)), "")
@@ -20,7 +20,7 @@ def broken(root: Path) -> list[str]:
 
 
 def write(root: Path, **files: str) -> None:
-    """Source files by their paths, with ``__`` for each slash."""
+    """Write source files; ``__`` in a path stands for a slash."""
     for name, text in files.items():
         path = root / (name.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)

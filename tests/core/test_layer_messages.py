@@ -1,4 +1,4 @@
-"""Messages about layers: what is right comes through as it was, what is not is refused with one line."""
+"""Messages about layers: valid ones arrive unchanged, others are refused with one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer files: a header of fixed size that llama.cpp's own reader understands, and weights known by their digest."""
+"""Layer files: a header of fixed size that llama.cpp can read, and weights known by their digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What answers teach a head: factors within bounds, kept with the measurement that they correct, and what is said of it."""
+"""What a head learns from requests: bounded factors, stored with the measurement that they correct, and shown to the
+owner."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ QUESTION = instance(PROFILES, [], model(layers=20), default_workload(1024, 512, 
 
 
 def prompts(plan: Plan = PLAN, *, used: Corrections = USED, **slower: float) -> Corrections:
-    """What is known after prompts of which each device takes as many times as long as planned, in chunks of 100 rows."""
+    """Corrections after prompts on which each device took ``slower`` times as long as planned, in chunks of 100
+    rows."""
     planned = prompt_row_s(plan, QUESTION, 100)
     printed = {
         name: msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=row_s * slower.get(name, 1)))
@@ -346,7 +348,7 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_comes_true_is_not_told_of(tmp_path, caplog):

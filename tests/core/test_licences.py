@@ -1,4 +1,4 @@
-"""The licences of what primad needs are listed, and the list is current by names."""
+"""The licences of primad's dependencies are listed, and the list is current."""
 
 from __future__ import annotations
 

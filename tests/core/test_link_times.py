@@ -1,4 +1,4 @@
-"""What is made of the times that a link was measured with."""
+"""Link properties derived from measured times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_of_a_message_there_and_an_empty_one_back_the_rest_is_the_messages():
 
 
 class FakeLink:
-    """A link without chance: a round trip, a rate each way, and for the first large message each way what TCP loses."""
+    """A deterministic link: a round trip, a rate each way, and TCP's slow start for the first large message each
+    way."""
 
     def __init__(self, *, slow_start_s: float = 0.0) -> None:
         self.round_trip_s, self.there, self.back = 0.004, 10e6, 2e6

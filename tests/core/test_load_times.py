@@ -1,4 +1,4 @@
-"""How long a load takes is forecast from what devices lack, their links and their disks."""
+"""The load time is forecast from missing layers, links and disks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_devices_share_the_way_out_of_the_head():
 def test_after_a_while_what_came_says_how_fast_the_rest_comes():
     times = LoadTimes({"nas": load(2, link=None)}, 0.0)
     assert times.left_s(0.0) == 2 + START_S
-    times.arrived("nas", GB // 2, 2 * GB, 1.0)  # what was here from a load that was ended
+    times.arrived("nas", GB // 2, 2 * GB, 1.0)  # already here from an aborted load
     assert times.left_s(1.0) is None, "nothing is known of a hub"
     times.arrived("nas", GB, 2 * GB, 11.0)
     assert times.left_s(11.0) == pytest.approx(20 + START_S)

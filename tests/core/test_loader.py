@@ -1,4 +1,4 @@
-"""Which models are loaded: every request is served in the end, and none under whom a model goes."""
+"""Which models are loaded: every request is served eventually, and no model in use is unloaded."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ROOM = 4
 
 @dataclass
 class House:
-    """Devices with ``ROOM`` in all, that do what the core decides when the test lets them."""
+    """Devices with ``ROOM`` in all, which carry out the core's decisions when the test lets them."""
 
     state: LoaderState
     now: float = 0.0
     held: dict[str, int] = field(default_factory=dict)
-    """What takes room, loaded or on its way."""
+    """Memory in use, by loaded models or models being loaded."""
     due: list[LoadModel | UnloadModel] = field(default_factory=list)
     granted: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class House:
         self.post(UseEnded(number))
 
     def work(self) -> None:
-        """The devices do what was decided first."""
+        """Carry out the oldest pending decision."""
         match self.due.pop(0):
             case UnloadModel(name):
                 self.held.pop(name, None)
@@ -108,7 +108,7 @@ class House:
                     self.post(ModelLoaded(name))
 
     def rest(self) -> None:
-        """All that was decided is done."""
+        """Carry out all pending decisions."""
         while self.due:
             self.work()
 
@@ -146,7 +146,7 @@ def test_the_least_recently_used_model_goes_first_and_one_that_is_used_last():
         house.ask(number, name)
         house.rest()
         house.now += 1
-    house.leave(2)  # the smaller one is older, but it is used
+    house.leave(2)  # the smaller one is older but in use
     house.ask(3, "large")
     house.rest()
     assert house.gone == ["medium"]
@@ -174,7 +174,7 @@ def test_requests_that_never_stop_coming_for_one_model_do_not_starve_another():
     house.ask(1, "large")
     house.rest()
     house.ask(2, "medium")
-    for number in range(3, 30):  # one is always there
+    for number in range(3, 30):  # one request is always active
         house.ask(number, "large")
         house.leave(number - 1 if number > 3 else 1)
         if house.due:

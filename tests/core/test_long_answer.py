@@ -1,4 +1,4 @@
-"""A long answer is the JSON that it would be in one piece, and no part of it is made or sent at once."""
+"""A long response equals its one-piece JSON, but is built and sent in parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_
 
 
 async def sent(lists: list[list[Any]], text: str) -> list[bytes]:
-    """The pieces of an answer of ``lists`` and a ``text``."""
+    """The pieces of a response with ``lists`` and ``text``."""
     pieces: list[bytes] = []
 
     async def send(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""A long text is cut in front of markers, and its tokens stay those of the whole."""
+"""A long text is cut before markers without changing its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS = (*MARKERS, "<|", "|>", "x", " ", "\n", "é")
 
 
 def read(text: str) -> list[str]:
-    """``text`` as llama.cpp partitions it: marker after marker, the longest first, each where it is found first."""
+    """``text`` as llama.cpp partitions it: by each marker in turn, longest first, at its first occurrence."""
     parts = [text]
     for marker in sorted(MARKERS, key=len, reverse=True):
         split: list[str] = []

@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar follows from its tokens alone, and it ends only where it may."""
+"""The grammar state of a completion follows from its tokens alone, and it ends only where the grammar allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS = frozenset({EOS})
 
 
 class ByteTokens(ByteVocabulary):
-    """Every byte is a token; what is loaded is released once."""
+    """One token per byte; counts loads against releases."""
 
     ends = ENDS
     handle = None
@@ -151,7 +151,7 @@ def test_what_a_grammar_leaves_no_choice_about_becomes_tokens_some_at_a_time():
 
 
 class Clock:
-    """Each look at it finds ``tick_s`` more."""
+    """Each reading is ``tick_s`` later."""
 
     def __init__(self) -> None:
         self.now_s = self.tick_s = 0.0
@@ -166,7 +166,7 @@ def test_a_grammar_that_is_much_work_ends_its_answer(words):
     mask = GrammarMask(words, "start: /a*/", [], clock)
     for _ in range(1000):
         mask.allowed()
-        clock.tick_s = WORK_A_TOKEN_S  # as much as comes with each token
+        clock.tick_s = WORK_A_TOKEN_S  # the maximum per token
         mask.took(ord("a"))
     mask.allowed()
     clock.tick_s = WORK_A_TOKEN_S + WORK_AT_ONCE_S * 0.45
@@ -191,7 +191,7 @@ def test_whoever_takes_an_answer_over_may_work_for_all_of_its_tokens(words):
 
 
 class LongTokens(ByteTokens):
-    """One more token, which a grammar has to read to its end to know whether it may come."""
+    """One more token, which a grammar must read to its end to decide."""
 
     @property
     def size(self) -> int:
@@ -203,7 +203,7 @@ class LongTokens(ByteTokens):
 
 @pytest.mark.parametrize("rule", ['e: e e | "a"', 'e: e e e | e e | "a" | "aa"', 'e: "a" e "a" | "a" e | e "a" | "a"'])
 def test_a_mask_that_can_read_a_token_in_ever_more_ways_ends_its_answer(rule):
-    """Each mask has a bound, so no other answer waits longer than that for it."""
+    """Each mask has a bound, so no other request waits longer for it."""
     mask = GrammarMask(Words(LongTokens), f"start: e\n{rule}", [], lambda: 0.0)
     with pytest.raises(GrammarError, match="Too many items"):
         mask.allowed()
