@@ -1,4 +1,4 @@
-"""The law of the membership core, a rule a test. ``Shell`` fails by itself when the core asks for what cannot be."""
+"""The rules of the membership core, one per test. ``Shell`` fails by itself if the core requests the impossible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOK_S = SETTINGS.look_s
 TIMINGS = SETTINGS.timings
 AGAIN_S, GREETING_S, RETRY_S, SETTLE_S = TIMINGS.again_s, TIMINGS.greeting_s, TIMINGS.retry_s, TIMINGS.settle_s
 SIGNS_S = 1.25
-"""Devices give signs of life this often: as seldom as makes none suspected."""
+"""Interval of the devices' signs of life: the longest that makes none suspected."""
 
 
 def head(**config) -> Shell:
@@ -32,12 +32,12 @@ def head(**config) -> Shell:
 
 
 def acts(effects: Iterable[m.Effect]) -> list[m.Effect]:
-    """What is done, without what is said."""
+    """The effects without lines for the owner."""
     return [effect for effect in effects if not isinstance(effect, m.OwnerLine)]
 
 
 def welcome(shell: Shell, *names: str) -> None:
-    """The devices ``names`` come and are trusted, greeted and measured."""
+    """The devices ``names`` appear, and are trusted, greeted and measured."""
     for name in names:
         shell.notify(m.Seen(name, True))
         shell.notify(m.Welcomed(name))
@@ -48,7 +48,7 @@ def welcome(shell: Shell, *names: str) -> None:
 
 
 def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
-    """Time goes by while ``names`` give signs of life; what is done meanwhile."""
+    """Let time pass while ``names`` give signs of life; the effects meanwhile."""
     end, start = shell.now + seconds, len(shell.effects)
     while shell.now < end:
         shell.wake(min(end, shell.now + SIGNS_S))
@@ -58,19 +58,19 @@ def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
 
 
 def solve(shell: Shell, *members: str, value: float = 1.0) -> list[m.Effect]:
-    """The attempt under way is solved, of all candidates if no members are named."""
+    """Solve the current attempt, with all candidates if no members are named."""
     assert shell.attempt is not None
     return acts(shell.notify(m.Solved(shell.attempt, frozenset(members) or shell.candidates, value)))
 
 
 def form(shell: Shell) -> list[m.Effect]:
-    """The ring that was solved is formed."""
+    """Form the solved ring."""
     assert shell.attempt is not None
     return acts(shell.notify(m.Formed(shell.attempt)))
 
 
 def serving(*names: str, **config) -> Shell:
-    """A head whose ring of ``names`` has served long enough for a better plan to be looked for."""
+    """A head whose ring of ``names`` has served long enough to look for a better plan."""
     shell = head(**config)
     welcome(shell, *names)
     live(shell, LOOK_S, *names)
@@ -88,7 +88,7 @@ def members(shell: Shell) -> frozenset[str]:
 
 
 def broken(shell: Shell, device: str | None = None, *parties: str, **how: bool) -> list[m.Effect]:
-    """The attempt under way, or else the ring that serves, breaks by ``device``, or by one of ``parties``."""
+    """The current attempt, or else the serving ring, breaks because of ``device`` or of one of ``parties``."""
     epoch = shell.attempt or shell.serving
     assert epoch is not None
     return acts(shell.notify(m.RingFailed(epoch, device, "it broke", parties=parties, **how)))
@@ -258,7 +258,7 @@ def test_a_device_lost_before_the_first_ring_serves_is_done_without(solved):
     assert effects == [m.Drop("bo"), m.Abandon(1), m.Solve(2, frozenset({"ada"}))]
 
 
-# ---- who is spoken to -----------------------------------------------------------------------------------------------
+# ---- which devices are greeted --------------------------------------------------------------------------------------
 
 
 def test_a_device_without_trust_is_seen_and_nothing_more():
@@ -774,7 +774,7 @@ def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
 
 @pytest.mark.parametrize("name", ["ada", "head"])
 def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_ring(name):
-    """It serves though it gains nothing, and no step and no sequence is lost: the first ring serves until then."""
+    """The new plan serves though it gains nothing. No step or sequence is lost: the first ring serves until then."""
     shell = serving("ada", "bo")
     assert acts(shell.notify(m.DeviceMemoryLow(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
     assert any(isinstance(effect, m.OwnerLine) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
@@ -861,7 +861,7 @@ def test_an_attempt_that_breaks_is_made_again_later():
 
 
 def test_a_ring_that_breaks_meanwhile_is_formed_of_the_same_plan():
-    """What it was solved for knows of the lack already."""
+    """That plan already accounts for the shortage."""
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryLow("ada"))
     solve(shell)
@@ -970,7 +970,7 @@ def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
-# ---- figures that were corrected ------------------------------------------------------------------------------------
+# ---- corrected figures ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ada", "head"])
@@ -1051,7 +1051,7 @@ def test_a_link_that_did_not_work_is_measured_again_after_a_while_and_less_and_l
     pause_s = AGAIN_S
     for _ in range(8):
         assert live(shell, pause_s - 1.0, "ada", "bo") == []
-        shell.notify(UNREACHED)  # as after another device came
+        shell.notify(UNREACHED)  # as after another device appeared
         assert live(shell, 1.5, "ada", "bo") == [m.Measure(frozenset({"ada", "bo"}), again=True)]
         shell.notify(m.Measured(frozenset({"ada", "bo"}), unreached=True))
         pause_s = min(2 * pause_s, MAX_AGAIN_S)
@@ -1192,7 +1192,7 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
     assert acts(shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
 
 
-# ---- messages of long ago -------------------------------------------------------------------------------------------
+# ---- outdated messages ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1236,7 +1236,7 @@ def test_a_plan_counts_once():
 
 
 def test_a_due_moment_is_not_missed_by_rounding():
-    """At such a moment the difference of the times is often a little less than the patience."""
+    """At such a moment rounding often makes the elapsed time slightly less than the patience."""
     for count in range(1000):
         shell = Shell.start(replace(SETTINGS, suspect_after_s=1.1, gone_after_s=3.3), 1000.0 + count * 0.1)
         welcome(shell, "ada")

@@ -33,19 +33,19 @@ EVERYBODY = (*HONEST, "liar")
 
 
 def barred(shell: Shell) -> set[str]:
-    """Who takes no part now."""
+    """The devices that are excluded now."""
     return {name for name, device in shell.state.devices.items() if device.barred_until_s > shell.now}
 
 
 def left_out(shell: Shell, device: str | None, *parties: str) -> list[str]:
-    """Who is left out for a break by ``device``, or by one of ``parties``."""
+    """The devices excluded after a break by ``device`` or by one of ``parties``."""
     before = {name: each.failures for name, each in shell.state.devices.items()}
     broken(shell, device, *parties)
     return [name for name, each in shell.state.devices.items() if each.failures > before[name]]
 
 
 def formed(shell: Shell, *names: str) -> frozenset[str]:
-    """The next ring serves, of all who may; or later ones, until all of ``names`` are in it."""
+    """The members of the next ring; further rings are formed until one includes all of ``names``."""
     while shell.serving is None or not members(shell) >= set(names):
         if shell.attempt is None:
             live(shell, 1.0, *EVERYBODY)
@@ -91,7 +91,7 @@ def test_while_a_ring_is_formed_one_party_is_left_out_at_once():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_liar_gets_one_honest_device_left_out_at_most_and_then_itself(seed):
-    """It accuses one neighbour after the other, has itself accused, or makes them fail by what it sends."""
+    """The liar accuses one neighbour after the other, has itself accused, or makes them fail with bad messages."""
     chance = random.Random(seed)
     shell, victim = serving(*EVERYBODY), ""
     at_fault: list[str] = []
@@ -108,7 +108,7 @@ def test_a_liar_gets_one_honest_device_left_out_at_most_and_then_itself(seed):
 
 @pytest.mark.parametrize("liar", EVERYBODY[::3])
 def test_who_alters_what_all_pass_on_is_found_since_it_is_in_each_such_ring(liar):
-    """Nobody knows whose doing it was: each may be left out once, until the liar is."""
+    """The culprit is unknown, so each device may be excluded once, until the liar is."""
     shell = serving(*EVERYBODY)
     at_fault: list[str] = []
     for _ in range(10):
@@ -150,7 +150,7 @@ def test_a_doubt_is_forgotten_in_time():
 
 @pytest.mark.parametrize("has_served", [False, True])
 def test_who_has_to_load_again_time_and_again_is_left_out(has_served):
-    """Nothing is wrong with it, it says; so nothing would ever be, and no ring would serve."""
+    """The device reports no fault, so without this rule no ring would ever serve."""
     shell = serving("ada", "liar") if has_served else head(wanted=2)
     if not has_served:
         welcome(shell, "ada", "liar")
@@ -179,7 +179,7 @@ def test_parties_that_nobody_knows_are_none():
 
 
 def loading() -> Shell:
-    """A ring of two is formed, and bo has all that it needs."""
+    """A ring of two is being formed, and bo is ready."""
     shell = head(wanted=2)
     welcome(shell, "ada", "bo")
     solve(shell)
@@ -190,7 +190,7 @@ def loading() -> Shell:
 def loads(
     shell: Shell, seconds: float, every_s: float, stages: tuple[m.LoadStage, ...], share: float
 ) -> list[m.Effect]:
-    """Ada says every so often that it got on by ``share``, in one stage after the other; what the core does meanwhile."""
+    """Ada reports progress of ``share`` every ``every_s``, cycling through ``stages``; the core's reaction."""
     start, done, count = len(shell.effects), 0.0, 0
     end = shell.now + seconds
     while shell.now < end:
@@ -203,9 +203,9 @@ def loads(
 @pytest.mark.parametrize(
     ("stages", "share"),
     [
-        ((m.LoadStage.FETCH,), 0.0),  # nothing comes
+        ((m.LoadStage.FETCH,), 0.0),  # nothing arrives
         ((m.LoadStage.FETCH,), 1e-9),  # a byte a second
-        ((m.LoadStage.FETCH, m.LoadStage.LOAD), 1e-9),  # and says that it loads, then that it fetches
+        ((m.LoadStage.FETCH, m.LoadStage.LOAD), 1e-9),  # alternately reports fetching and loading
     ],
 )
 def test_a_device_that_never_loads_is_left_out_and_the_ring_is_formed_without_it(stages, share):
@@ -245,14 +245,14 @@ def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
 
 
 def stalls(shell: Shell) -> None:
-    """Ada and bo load; the liars say that they do, and never get any further."""
+    """Ada and bo load; the liars claim to load but make no progress."""
     for name in members_on_their_way(shell) & {"ada", "bo"}:
         shell.notify(m.Progressed(shell.attempt, name, m.LoadStage.READY, 1.0))
     live(shell, LOAD_STALL_S + 1, "ada", "bo", "liar", "fraud")
 
 
 def goes(shell: Shell) -> None:
-    """A liar is lost just before it would have to be ready, and is back at once."""
+    """A liar is lost just before its deadline and returns at once."""
     liar = max(members_on_their_way(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
     shell.notify(m.Lost(liar, "it closed the link"))
@@ -260,7 +260,7 @@ def goes(shell: Shell) -> None:
 
 
 def leaves(shell: Shell) -> None:
-    """A liar asks to leave, and is back at once."""
+    """A liar asks to leave and returns at once."""
     liar = max(members_on_their_way(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
     shell.notify(m.DeviceLeaving(liar, "its owner ended it"))
@@ -269,7 +269,7 @@ def leaves(shell: Shell) -> None:
 
 
 def members_on_their_way(shell: Shell) -> set[str]:
-    """Of the ring that is formed."""
+    """The members of the ring being formed."""
     assert shell.state.attempt is not None
     return set(shell.state.attempt.members or ())
 
@@ -277,7 +277,7 @@ def members_on_their_way(shell: Shell) -> set[str]:
 @pytest.mark.parametrize("holds_up", [stalls, goes, leaves])
 @pytest.mark.parametrize("served", [False, True])
 def test_of_several_that_hold_up_rings_on_their_way_each_holds_up_one(holds_up, served):
-    """A bar that is shorter than what they take would have them back in the next ring but one, in turns, for ever."""
+    """A bar shorter than the time that they waste would readmit them in turns, two rings later, for ever."""
     liars = ("liar", "fraud")
     shell = serving("ada", "bo", hold_s=1e6) if served else head(wanted=4, look_s=math.inf)
     welcome(shell, *(liars if served else ("ada", "bo", *liars)))
@@ -337,7 +337,7 @@ def test_attempts_that_fail_by_one_device_after_the_other_do_not_end_the_head_wh
 
 @pytest.mark.parametrize("announces", [False, True])
 def test_who_is_lost_as_soon_as_it_is_welcomed_is_greeted_later_each_time(announces):
-    """Else it would have two lines a second, for ever."""
+    """Otherwise it would produce two log lines a second, for ever."""
     shell, lost = serving("ada"), 0
     shell.notify(m.Seen("liar", trusted=True))
     for _ in range(2400):
@@ -395,7 +395,7 @@ def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_
 
 
 def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_time():
-    """The others are measured without it meanwhile, and whoever comes anew as well."""
+    """Meanwhile the others are measured without it, as are newly arriving devices."""
     shell = serving("ada", "bo")
     shell.notify(m.Seen("liar", True))
     pauses_s = []

@@ -1,7 +1,7 @@
-"""Whatever happens and in whatever order: one ring serves, of devices that are there, and every open answer ends.
+"""Whatever happens in whatever order: one ring of present devices serves, and every open request ends.
 
-``Shell`` checks each effect; here a world is invented around it: devices that come, go, fall silent and fail, work that ends
-well, badly or never, and messages about rings of long ago.
+``Shell`` checks each effect. Here a world is invented around it: devices that come, go, fall silent and fail, work that
+ends well, badly or never, and messages about old rings.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ starts = st.builds(
 )
 quick = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
 MAX_AT_ONCE = 60
-"""More answers than that at one instant, of a shell that needs no time, are a loop without an end."""
+"""More replies than this at one instant, from a shell that needs no time, are an endless loop."""
 
 
 def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
-    """Answer one effect that is outstanding, well with probability ``luck``; False if none is. With none no plan is."""
+    """Complete one outstanding effect, successfully with probability ``luck`` (at 0 there is never a plan); False if
+    none is left."""
     fails = chance.random() >= luck
     culprits = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:
@@ -63,7 +64,7 @@ def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
 
 
 def answer_all(shell: Shell, chance: random.Random, *, luck: float, poison: bool = False) -> None:
-    """Answer at once whatever is outstanding; with ``poison`` every ring breaks the moment it serves."""
+    """Complete all outstanding effects at once; with ``poison`` every ring breaks the moment it serves."""
     for _ in range(MAX_AT_ONCE):
         if answer(shell, chance, luck=luck):
             continue
@@ -76,7 +77,7 @@ def answer_all(shell: Shell, chance: random.Random, *, luck: float, poison: bool
 def rest(
     shell: Shell, seconds: float, alive: frozenset[str], chance: random.Random, *, luck: float, poison: bool = False
 ) -> None:
-    """From now on no device does anything, but those ``alive`` are heard; the shell answers all it is asked."""
+    """Devices do nothing more except that those ``alive`` are heard; the shell completes all effects."""
     end = shell.now + seconds
     reported = len(shell.effects)
     answer_all(shell, chance, luck=luck, poison=poison)
@@ -91,7 +92,7 @@ def rest(
 
 
 def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:
-    """A head that has just started, or, with ``workers``, one whose ring of them has served for a while."""
+    """A head that has just started or, with ``workers``, one whose ring of them has served for a while."""
     shell = Shell.start(config, now)
     chance = random.Random(1)
     for name in sorted(workers):
@@ -103,7 +104,7 @@ def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:
 
 
 class Cluster(RuleBasedStateMachine):
-    """A world whose shell keeps to its contract, in any order and with any delay."""
+    """A world whose shell honours its contract, in any order and with any delay."""
 
     @initialize(config=starts, now=st.floats(0.0, 1e5), workers=subsets)
     def start(self, config: m.Settings, now: float, workers: frozenset[str]) -> None:
@@ -226,7 +227,7 @@ class Cluster(RuleBasedStateMachine):
         poison=st.sampled_from((False, False, True)),
     )
     def come_to_rest(self, alive, chance, luck, poison):
-        """No answer waits for ever, however the work ends."""
+        """No request waits for ever, whatever the outcome of the work."""
         waiting_s = self.shell.state.holding_s
         rest(self.shell, self.shell.state.settings.hold_s, alive, chance, luck=luck, poison=poison)
         assert waiting_s is None or self.shell.state.holding_s != waiting_s
@@ -237,7 +238,7 @@ class Cluster(RuleBasedStateMachine):
             self.shell.check_sleep(sleeps_s)
 
     def teardown(self):
-        """Once all work ends well a ring serves, with everybody who is there and does not leave."""
+        """Once all work succeeds, a ring serves, with every device that is present and not leaving."""
         if not hasattr(self, "shell") or self.shell.ended:
             return
         present = frozenset(self.shell.linked)

@@ -1,4 +1,4 @@
-"""The memory of a device is the machine's or that of the tightest cgroup, version 1 or 2; its owner may lend less of it."""
+"""A device's memory is the machine's or the tightest cgroup's (version 1 or 2); its owner may set a lower limit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_limit_of_version_2_is_all_there_is(cgroups):
 
 
 def test_the_soft_limit_of_version_2_counts_too(cgroups):
-    """Above ``memory.high`` the kernel slows its processes down; nobody wants to be there."""
+    """Above ``memory.high`` the kernel throttles processes, so plans stay below it."""
     cgroups.v2("/a", "max", 8 * MIB)
     (cgroups.root / "a" / "memory.high").write_text(f"{32 * MIB}\n")
     assert cgroups.memory("0::/a") == Memory(32 * MIB, 24 * MIB)
@@ -100,7 +100,7 @@ def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups, mon
 
 
 def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
-    """They give it back when another plan needs it; more than there is cannot be had of them."""
+    """They free it when another plan needs it, but never more than the total."""
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     cgroups.proc.write_text("0::/a\n")
     monkeypatch.setattr("primad.system.memory._held", lambda pid, _: {1: GIB, 2: 2 * GIB, 3: 7 * GIB}[pid])
@@ -111,7 +111,7 @@ def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere private memory is counted another way")
 def test_what_a_process_of_ours_takes_is_no_loss_to_a_plan(tmp_path):
-    """Measured with a real one: a plan may use what it took, as before it took it."""
+    """A real process: plans may use its memory, as they could before it started."""
     seed(tmp_path)
     size = 256 * MIB
 
@@ -231,7 +231,7 @@ def test_a_limit_beyond_what_is_free_gives_nothing_more():
 
 
 def test_layers_that_are_cached_give_way_to_those_of_a_plan():
-    """What they take counts as free, up to the limit: a cache that is full keeps nobody from another model."""
+    """Cached layers count as free space, up to the limit: a full cache prevents no other model."""
     free = PROFILE.disk.free_bytes
     assert within(NO_LIMITS, PROFILE, 5 * GIB).disk.free_bytes == free + 5 * GIB
     for cached in (0, 9 * GIB, 11 * GIB):
@@ -268,7 +268,7 @@ def test_the_profile_of_this_device_keeps_to_the_limits(tmp_path):
     assert profile.ram_total_bytes == memory().total_bytes
 
 
-# ---- what a program takes of it -------------------------------------------------------------------------------------
+# ---- what a program uses --------------------------------------------------------------------------------------------
 
 
 def rollup(folder: Path, pid: int, **fields: int) -> None:
@@ -294,7 +294,7 @@ def test_processes_that_are_gone_take_nothing(tmp_path):
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """What other tests left is not given back meanwhile."""
+    """Keep garbage of other tests from being freed during this one."""
     gc.disable()
     yield
     gc.enable()
@@ -309,6 +309,6 @@ def test_a_mapped_file_is_not_taken_and_memory_is(tmp_path):
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert sum(mapped[::4096]) == 0
         assert held_bytes([os.getpid()]) - before < 16 * MIB
-    with mmap.mmap(-1, 64 * MIB) as taken:  # not from the heap, which may have as much to give that it never gave back
+    with mmap.mmap(-1, 64 * MIB) as taken:  # not from the heap, which may hold freed memory
         taken.write(b"\1" * len(taken))
         assert held_bytes([os.getpid()]) - before > 48 * MIB

@@ -1,4 +1,4 @@
-"""A device that was short of memory is planned for with more again: not at once, not for nothing, not time and again."""
+"""After a shortage a device is planned with more memory again: not at once, not for nothing, not repeatedly."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MIB = 1 << 20
 TOTAL = 4096 * MIB
 WORTH = int(WORTH_SHARE * TOTAL)
 HAD = 3000 * MIB
-"""What a plan has of the device at first, all that is available then."""
+"""The first plan's memory on the device: all that is available then."""
 
 
 @dataclass
 class Device:
-    """A device, what plans have of it, and when that changed."""
+    """A device, the memory that plans get from it, and when that changed."""
 
     recovery: Recovery = field(default_factory=lambda: begin(HAD))
     now: float = 1000.0
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def reported(self) -> int:
-        """What plans have."""
+        """The memory that plans get."""
         return self.recovery.reported_bytes
 
     @property
@@ -59,7 +59,7 @@ class Device:
         self.presses.append(self.now)
 
     def run(self, seconds: float, available: int | None = None) -> list[int]:
-        """Let the time go on with so much available; what plans were given."""
+        """Let time pass with ``available`` bytes; the amounts given to new plans."""
         self.available = self.available if available is None else available
         start, end = len(self.plans), self.now + seconds
         while self.now < end:
@@ -113,7 +113,7 @@ def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
 
 @pytest.mark.parametrize("needed", [1, 10 * MIB, 600 * MIB])
 def test_what_was_missing_must_be_there_again(needed):
-    """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of recovery."""
+    """If symptoms revealed the shortage, available memory may look as before; that is no sign of recovery."""
     device = Device()
     device.report_memory_low(needed)
     assert device.reported == HAD - needed
@@ -161,7 +161,7 @@ def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_doe
 
 
 def test_a_plan_made_meanwhile_does_not_forget_the_lack():
-    """The head measures itself for every plan, a worker at every hello: the programs may still be there."""
+    """The head measures itself for every plan, a worker at every hello, and other programs may still be running."""
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
     device.recovery = begin(900 * MIB, device.recovery)
@@ -216,9 +216,9 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
     seed=st.integers(0, 1 << 32),
 )
 def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken, seed):
-    """A plan that is given what was there is memory_low as soon as the programs take it again: the worst that a plan can do.
+    """A plan given all free memory runs short as soon as the programs need it again: the worst case for a plan.
 
-    In a day there are some changes at first, and then hardly any but for programs that are away for long.
+    A day has some changes at first, and then hardly any except for programs that are away for long.
     """
     device, day_s, jitter = Device(), 86_400.0, random.Random(seed)
     end = device.now + day_s
@@ -229,7 +229,7 @@ def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken
         device.run(busy_s * jitter.uniform(0.5, 1.5))
         device.run(calm_s * jitter.uniform(0.5, 1.5), HAD)
     gaps = [later - earlier for (earlier, _), (later, _) in zip(device.plans, device.plans[1:], strict=False)]
-    # Each relapse doubles the wait; only after a time without a lack ten times as long does it begin anew.
+    # Each relapse doubles the wait; only ten times as long without a shortage resets it.
     assert all(gap >= WAIT_S for gap in gaps)
     assert len(device.plans) <= 12 + day_s / min(MAX_WAIT_S, RELAPSE_WAITS * WAIT_S)
     if calm_s * 1.5 < WAIT_S:

@@ -1,4 +1,5 @@
-"""Bytes from a device on the control and layer links are a message of ours, or one clear error: never anything else."""
+"""Bytes from a device on the control and layer links are one of our messages or one clear error, never anything
+else."""
 
 from __future__ import annotations
 
@@ -242,7 +243,7 @@ def test_a_changed_message_is_refused_or_can_be_used(data):
 
 
 def assert_loadable(load: cluster.Load) -> None:
-    """What the code behind ``decode_from_head`` relies on."""
+    """The assumptions of the code after ``decode_from_head``."""
     specs = [window.spec for window in load.windows]
     assert len(specs) == len({spec.window for spec in specs}) > 0
     for spec in specs:
@@ -465,7 +466,7 @@ def test_any_layer_is_refused_or_has_a_header(sampled, placed, size):
 
 
 def fitted(sampled: list[LayerTensor]) -> tuple[list[LayerTensor], int]:
-    """``sampled`` with sizes and offsets that are right, where that is possible."""
+    """``sampled`` with valid sizes and offsets, where possible."""
     at, out = 0, []
     for tensor in sampled:
         size = tensor.size_bytes
@@ -560,7 +561,7 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
 
 
 def all_numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every number in plain data, and where it stands."""
+    """Every number in plain data, with its path."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, each in inner:
         yield from all_numbers(each, (*path, key))
@@ -569,7 +570,7 @@ def all_numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def test_every_number_of_a_profile_has_bounds():
-    """Plans are made with all of them: one that is none, or of another size, ends a head that believes it."""
+    """Plans use all of them, so a value that is not a number or far out of range would crash the head."""
     speed = dataclasses.replace(PROFILE.cpu.speeds[0], rows=(RowSpeed(rows=2, bytes_per_s=8e9),))
     cpu = dataclasses.replace(
         PROFILE.cpu,
@@ -678,7 +679,7 @@ def test_signs_of_life_of_an_older_version_are_understood_and_ours_by_it():
     assert cluster.decode_from_worker(msgspec.msgpack.encode({"type": "pong"})) == cluster.Pong()
 
     class Pong(msgspec.Struct, frozen=True, tag="pong"):
-        """As it was."""
+        """The message of an earlier version."""
 
     assert msgspec.msgpack.decode(encode(cluster.Pong(7, 5)), type=Pong) == Pong()
 

@@ -1,4 +1,4 @@
-"""What a typed name means among the models of a library."""
+"""Resolution of a typed name among the models of a library."""
 
 from __future__ import annotations
 

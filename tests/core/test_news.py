@@ -1,4 +1,4 @@
-"""What people are told of a step of the membership core."""
+"""News for the owner from a step of the membership core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fakes.membership import SETTINGS
 
 
 def reported(*events: Event) -> list[News]:
-    """All news of ``events``, a second after each other."""
+    """All news of ``events``, a tenth of a second apart."""
     state, found = State(settings=replace(SETTINGS, look_s=0.0, gone_after_s=60.0), started_s=0.0), list[News]()
     for number, event in enumerate(events):
         before = state

@@ -1,4 +1,4 @@
-"""A model that cannot be cut is served by one device, unless others were asked for."""
+"""A model that cannot be cut is served by one device, unless others were requested."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ CONFIG = SimpleNamespace(devices=())
 
 
 class Reported(list):
-    """A reporter that remembers lines."""
+    """A reporter that records lines."""
 
     report_line = list.append
 

@@ -1,4 +1,4 @@
-"""Names of before are read and written beside the new ones, for one version."""
+"""Old names are read, and written next to the new ones, for one version."""
 
 from __future__ import annotations
 

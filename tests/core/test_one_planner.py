@@ -1,4 +1,4 @@
-"""One planner: the plan that ``primad plan`` prints is the plan that ``serve`` forms, whatever was asked for."""
+"""One planner: ``primad plan`` prints the plan that ``serve`` forms, for any options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where layers come from, as a head says it and a device judges it; layers on their way that nobody has hashed yet."""
+"""Layer origins, as a head sends and a device validates them; unhashed layers being fetched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = [RemoteFile("https://hub.test/a", 1 << 30, "ab" * 32), RemoteFile("https
 
 
 def a_layer(*sizes: int) -> LayerRef:
-    """Tensors of so many bytes, one behind the other."""
+    """Tensors of these sizes, one after the other."""
     tensors, at = [], 0
     for number, size in enumerate(sizes):
         tensors.append(LayerTensor(f"blk.*.t{number}.weight", 0, (size // 4,), at, size))
@@ -32,14 +32,14 @@ def a_layer(*sizes: int) -> LayerRef:
 
 
 def named(ref: LayerRef, places: tuple[tuple[int, int], ...]) -> tuple[LayerRef, LayerOrigin]:
-    """``ref`` as it is called before anybody has fetched it."""
+    """``ref`` as named before its first fetch."""
     name = origin_name(FILES, places, ref)
     return LayerRef(name, ref.size_bytes, ref.tensors), LayerOrigin(name, name, places)
 
 
 @dataclass
 class File:
-    """A file in place of a hub; ``reads`` counts the requests."""
+    """A file instead of a hub; ``reads`` counts the requests."""
 
     data: bytes
     reads: int = 0

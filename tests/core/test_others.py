@@ -1,4 +1,4 @@
-"""What other programs take of the processors while something is measured, counted from what the system says."""
+"""Processor use of other programs during a measurement, from system counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_this_program_and_its_children_take_and_waiting_count_as_nothing(mo
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
     others = Others()
     assert others.cores() == 0
-    system = Times(120.0, 2.0, 13.0, 510.0, 9.0, 60.0)  # 24 seconds of processors
+    system = Times(120.0, 2.0, 13.0, 510.0, 9.0, 60.0)  # 24 seconds of processor time
     own = (5.0, 2.0, 43.0, 3.0, 0.0)  # 16 of them
     now_s = 1010.0
     assert others.cores() == pytest.approx(0.8)

@@ -1,4 +1,4 @@
-"""When a device computes nothing because its owner wants it so, and how its computing stands back."""
+"""When a device pauses for its owner, and how its computing yields to other programs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_pause_that_cannot_be_kept_is_one_clear_error(tmp_path):
 
 
 async def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str | None], list[float]]:
-    """What is told, and the pauses between looks, when the battery gives ``readings`` one after the other."""
+    """The reported reasons, and the pauses between looks, when the battery gives ``readings`` in turn."""
     reported: list[str | None] = []
     now_s, slept = 0.0, list[float]()
     pause = OwnerPause(tmp_path, **({"pause_on_battery": True, "changed": reported.append} | settings))
@@ -178,7 +178,7 @@ def test_a_battery_that_cannot_be_read_is_none(monkeypatch, error):
     assert owner.is_plugged() is None
 
 
-# ---- standing back --------------------------------------------------------------------------------------------------
+# ---- yielding to other programs -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Pairing as values: bytes from one side are given to the other, and time is a number."""
+"""Pairing as pure functions: bytes of one side are passed to the other, and time is a number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PI = Who(device="pi", key=new_identity().public, cluster="home", version="0.2")
 
 
 def run(inviter: Inviter, joiner: Joiner, now: float = 0.0, peer: str = "a") -> tuple[Who | Later, Who | None]:
-    """All messages to and fro; what each side knows of the other in the end."""
+    """Exchange all messages; what each side finally knows of the other."""
     message: bytes | Who | Later = joiner.start()
     proven = None
     while isinstance(message, bytes):
@@ -47,14 +47,14 @@ def run(inviter: Inviter, joiner: Joiner, now: float = 0.0, peer: str = "a") -> 
 
 
 def wrong_run(inviter: Inviter, now: float, peer: str = "a") -> str:
-    """A run with a wrong code; what the joiner is told."""
+    """A run with a wrong code; the error that the joiner gets."""
     with pytest.raises(ClusterError) as refusal:
         run(inviter, Joiner(OTHER, PI), now, peer)
     return str(refusal.value)
 
 
 def answered(inviter: Inviter, joiner: Joiner, now: float = 0.0, peer: str = "a") -> bytes:
-    """The joiner's proof, not yet given to the inviter."""
+    """The joiner's proof, not yet passed to the inviter."""
     reply, _ = inviter.receive(peer, joiner.start(), now)
     proof = joiner.receive(reply)
     assert isinstance(proof, bytes)
@@ -151,7 +151,7 @@ def test_a_recorded_run_is_worth_nothing_later():
     inviter.forget("a")
     assert inviter.receive("a", proof, 1.0)[1] is None  # the run is over
     inviter.receive("b", joiner.start(), 2.0)
-    reply, who = inviter.receive("b", proof, 2.0)  # another element of the inviter, another key
+    reply, who = inviter.receive("b", proof, 2.0)  # another element of the inviter, hence another key
     assert who is None
     assert msgspec.msgpack.decode(reply, type=Refuse).why == "wrong"
 

@@ -1,4 +1,4 @@
-"""What a device announces by mDNS is a peer, or nothing."""
+"""An mDNS announcement of a device is a valid peer or ignored."""
 
 from __future__ import annotations
 

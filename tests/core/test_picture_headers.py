@@ -1,4 +1,4 @@
-"""A picture is judged by its header before anything of it is decoded."""
+"""An image is judged by its header before it is decoded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def canvas(width, height):
     "data",
     [
         lossy(30, 20),
-        lossy(30 | 1 << 14, 20 | 3 << 14),  # to be shown larger, which the decoder does not do
+        lossy(30 | 1 << 14, 20 | 3 << 14),  # scaling bits, which the decoder ignores
         lossless(30, 20),
         canvas(30, 20),
         png(30, 20),

@@ -1,4 +1,4 @@
-"""Rows of pictures in a prompt: their ids, the chunks that they are in, and what of them is found again."""
+"""Image rows in a prompt: their ids, their chunks, and which are reused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rows_that_look_ahead_are_one_chunk_and_others_are_cut_as_text_is():
 
 @pytest.mark.parametrize(("ahead", "found"), [(True, 6), (False, 10)])
 def test_of_a_picture_that_another_prompt_breaks_off_only_rows_that_do_not_look_ahead_are_found_again(ahead, found):
-    """Two pictures whose first rows have the same ids are one and the same up to there."""
+    """Two images whose first rows have the same ids are identical up to there."""
     rows = ids("a", 8, ahead=ahead)
     prompt, before = [*TEXT, *rows, 7, 8], [*TEXT, *rows[:5], 9, 9, 9, 9]
     assert CHUNKING.reused(prompt, Computed(before, [6, 14])) == found

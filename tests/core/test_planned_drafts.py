@@ -1,4 +1,4 @@
-"""For how many rows of one answer a plan has room, and what several in one step cost."""
+"""How many draft rows of a request a plan has room for, and the cost of several in one step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
 
 
 def slower_rows(name: str, times: float) -> DeviceProfile:
-    """A device on which a byte takes so many ``times`` as long with the rows of a batch as with one."""
+    """A device on which a byte takes ``times`` as long with the rows of a batch as with one row."""
     found = device(name)
     speeds = (replace(each, batch_bytes_per_s=each.decode_bytes_per_s / times, rows=()) for each in found.cpu.speeds)
     return replace(found, cpu=replace(found.cpu, speeds=tuple(speeds)))
@@ -82,7 +82,7 @@ EVEN_FOUR = ring(("a", 2), ("b", 5), ("c", 5), ("d", 5), ("a", 3))
     ("plan", "times", "block"), [(TWO, 1.5, 1), (EVEN, 1.5, 1), (EVEN, 2, 1), (EVEN_FOUR, 1.5, 2), (EVEN_FOUR, 8, 1)]
 )
 def test_steps_of_several_rows_follow_each_other_where_many_devices_compute_cheap_rows(plan, times, block):
-    """On two a step that has the rows of its drafts gives nearly as much, and keeps one of them busy at a time."""
+    """With two devices, one step with all draft rows gains nearly as much, but keeps only one device busy at a time."""
     question = asked(*(slower_rows(name, times) for name in plan.devices), round_trip_s=1e-4)
     found = drafting(plan, question, "auto", "fast")
     assert found is not None
@@ -93,7 +93,7 @@ def test_blocks_give_more_than_rows_by_themselves_as_far_as_those_are_cheap():
     plan = ring(("a", 5), ("b", 10), ("a", 5))
     cheap, dear = (asked(slower_rows("a", each), slower_rows("b", each), round_trip_s=1e-6) for each in (1.0, 8.0))
     one, two = (tokens_ahead(plan, cheap, 2, 0.7, block=block) for block in (1, 2))
-    until_wrong = [1 + (1 / (1 - 0.7**block) - 1) / 2 for block in (1, 2)]  # each further step comes half a pass later
+    until_wrong = [1 + (1 / (1 - 0.7**block) - 1) / 2 for block in (1, 2)]  # each further step takes half a pass
     assert two / one == pytest.approx(until_wrong[0] / until_wrong[1], rel=0.05)
     one, two = (tokens_ahead(plan, dear, 2, 0.7, block=block) for block in (1, 2))
     assert two < one

@@ -1,4 +1,4 @@
-"""How many concurrent requests a head plans for, and what becomes of them when devices are lost."""
+"""The number of concurrent requests that a head plans for, and its change when devices are lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def solve_here(asked: PlanRequest, *, background: bool = False) -> FoundPl
 
 
 class Served:
-    """The model, of whose experts nothing is known."""
+    """The model; nothing is known of its experts."""
 
     header = share_bytes = None
 
@@ -46,7 +46,7 @@ class Served:
 
 
 class House:
-    """A head with so much RAM, and a laptop that computes as much."""
+    """A head with ``ram`` bytes, and a laptop of the same speed."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ async def test_a_plan_by_hand_is_forecast_and_computes_prompts_in_the_chunks_of_
 @pytest.mark.parametrize("windows", [None, (10, 9)])
 @pytest.mark.parametrize(("flash_s", "plain_s"), [(2e-9, 1e-9), (5e-8, 1e-8)])
 async def test_chunks_suit_the_attention_that_a_plan_is_run_with(house, windows, flash_s, plain_s):
-    """Flash attention computes the rows of chunks below 64 one by one, so a plan that was found with it has none of them."""
+    """Flash attention computes chunks of fewer than 64 rows row by row, so a plan with it has none of them."""
     profiles = [
         replace(each, cpu=replace(each.cpu, attention_s=flash_s, plain_attention_s=plain_s, rows_attention_s=1e-11))
         for each in (device("desk", ram=64 * GB), device("lap", ram=64 * GB))
@@ -213,7 +213,8 @@ async def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wis
 
 @pytest.mark.parametrize("before", [GB * 64, 5 * GB])
 async def test_running_answers_keep_their_attention_whether_the_next_plan_streams_or_not(house, before):
-    """A plan that streams has flash attention by itself, one that does not has none: both take over the other's answers."""
+    """A streaming plan has flash attention by default, another does not; either keeps the attention of running
+    requests."""
     roomy, tight = house(ram=64 * GB), house(ram=5 * GB)
     first, second = (roomy, tight) if before == 64 * GB else (tight, roomy)
     served, _ = await first.plan()

@@ -1,4 +1,4 @@
-"""How much context, and how many concurrent requests, a plan has room for, where nobody said it."""
+"""The default context and number of concurrent requests, from the room in a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.solver.test_simulate import ring
 from tools.research.random_fleets import random_instance, random_plan
 
 MODEL = model(context_tokens=1 << 20)
-"""5 GB of layers; 82 kB of KV cache for a token."""
+"""5 GB of layers; 82 kB of KV cache per token."""
 
 
 LARGE = "would take a KV cache larger than the model's layers and over 5%"

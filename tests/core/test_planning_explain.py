@@ -1,4 +1,4 @@
-"""The whole answer to a question: it adds up, it names what holds it up, and more is never worse."""
+"""The full explanation of a plan: it adds up, it names the bottleneck, and more resources are never worse."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_device_adds_up(answer):
         assert part.gpu_layers == sum(window.gpu_layers for window in part.windows)
         assert part.streamed_bytes == sum(window.streamed_bytes for window in part.windows)
         assert part.resident_bytes + part.streamed_bytes == part.layers * GB // 4
-        # While no prompt is read, its room is used.
+        # Without a prompt being processed, the buffer holds layers.
         assert part.disk_bytes_per_token == max(0, part.streamed_bytes - needs.buffer_bytes)
         assert part.streamed_layers == (part.streamed_bytes > 0 and max(1, round(4 * part.streamed_bytes / GB)))
         assert part.ram_bytes <= part.ram_limit_bytes
@@ -229,7 +229,7 @@ def test_devices_that_share_a_disk_are_named(answer):
 
 
 def test_a_last_window_that_must_be_long_is_told_where_it_costs_something(answer):
-    """A slow head has to have half of the layers, or more than it holds."""
+    """A slow head must have half of the layers, or more than fit in its memory."""
     asked = question(device("slow", ram=4 * GB, rate=5e9), device("fast", ram=7 * GB), head="slow")
     assert explain(asked).tail is answer.tail is None
     found = explain(replace(asked, model=replace(asked.model, tail_layers=9)))

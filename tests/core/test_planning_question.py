@@ -1,4 +1,4 @@
-"""What was asked for becomes one question, or one clear line."""
+"""Options become one question for the solver, or one clear error line."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ VALUES = {
 
 
 def cut(path, data_bytes=0):
-    """Leave the header and ``data_bytes`` of weights."""
+    """Truncate the file to its header and ``data_bytes`` of weights."""
     end = read_header(path).data_offset + data_bytes
     path.write_bytes(path.read_bytes()[:end])
     return path

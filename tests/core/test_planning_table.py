@@ -1,4 +1,4 @@
-"""What people see of an answer."""
+"""The printed table of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A change makes another question; the first stays as it was."""
+"""A what-if change makes a new question and leaves the first unchanged."""
 
 from __future__ import annotations
 

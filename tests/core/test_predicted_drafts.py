@@ -1,4 +1,4 @@
-"""Drafts of a model's own layers for multi-token prediction: the text stays what it is, they win time or cost little."""
+"""Drafts by a model's own multi-token prediction layers: the text is unchanged; they save time or cost little."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE, RING = (), ((2, 1),)
 
 
 def finished(ring: FakeRing, *prompts: list[int], sampling: Sampling = GREEDY) -> list[Finished]:
-    """How the answers to ``prompts`` ended, each of which is what it is without drafts."""
+    """The ends of the requests of ``prompts``; checks that each text is the same as without drafts."""
     for request, prompt in enumerate(prompts):
         ring.head.submit(generate(request, prompt, tokens=TOKENS, sampling=sampling))
     ring.run()
@@ -46,7 +46,7 @@ WAYS = [(ALONE, AT_ONCE), (RING, AT_ONCE), (RING, AHEAD), (RING, BLOCKS)]
 
 @pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead", "blocks"])
 def test_drafts_hold_as_often_as_the_layers_are_right_so_each_token_had_its_own_state(rounds, drafting):
-    """Without the state of the token before it a draft of the fake is right once in 64 times."""
+    """Without the state of the previous token a draft of the fake is right once in 64 times."""
     (end,) = finished(ring_with(FakePredictor(1.0), rounds, drafting), [9, 8, 7])
     assert end.accepted >= 0.95 * end.drafted > 0.5 * TOKENS
 
@@ -59,7 +59,7 @@ def test_layers_draft_no_token_that_no_step_computes():
 
 @pytest.mark.parametrize("room", [2, 3, 4])
 def test_drafts_behind_one_that_was_wrong_are_counted_neither_right_nor_wrong(room):
-    """Each that is judged holds as often as the layers are right, however many are behind it."""
+    """Each draft that is verified is accepted as often as the layers are right, however many follow it."""
     ring = ring_with(FakePredictor(0.7), RING, replace(AHEAD, room=room))
     (end,) = finished(ring, [9, 8, 7])
     tally = ring.scheduler.tally
@@ -81,7 +81,7 @@ def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_
 
 @pytest.mark.parametrize(("share", "rows"), [(0.0, 1), (1.0, 3)])
 def test_until_a_draft_held_no_step_has_several_rows(share, rows):
-    """What is always wrong costs a short answer little."""
+    """Drafts that are always wrong cost a short request little."""
     ring = TimedRing(2, context=256, depth=2, drafting=replace(BLOCKS, adapts=True), drafter=knowing(GREEDY, share))
     ring.head.submit(generate(0, [9, 8, 7], tokens=TOKENS // 2))
     ring.finish()
@@ -118,7 +118,7 @@ def test_of_several_answers_the_latest_is_followed_and_none_is_another_text(roun
 
 @pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])
 def test_of_a_prompt_all_chunks_but_the_last_are_read(rounds):
-    """Of what is behind its last chunk the layers know the whole answer."""
+    """The layers also know the whole completion."""
     predictor = FakePredictor(1.0)
     ring = ring_with(predictor, rounds, AT_ONCE, rows=16)
     (end,) = finished(ring, [token % 64 for token in range(2, 60)])
@@ -170,7 +170,7 @@ def test_layers_that_are_mostly_wrong_cost_little_however_long_they_take(devices
 
 @pytest.mark.parametrize(("devices", "hop_s", "minimum"), [(1, 0.0, 1.3), (2, 0.002, 1.6)], ids=["alone", "ring"])
 def test_layers_that_are_right_seven_times_in_ten_win(devices, hop_s, minimum):
-    """A visit takes 10 ms, a draft half of one; a row more in a step 15 % of a visit."""
+    """A visit takes 10 ms, a draft 0.5 ms, and each further row of a step 15 % of a visit."""
     costs = tuple(1 + 0.15 * more for more in range(8))
     options = {"costs": costs, "batching": Batching(replays=8), "hop_s": hop_s}
     drafting = Drafting(rows=8, costs=costs, room=devices + 1 if devices > 1 else 1, ring_passes=float(devices))
@@ -180,7 +180,7 @@ def test_layers_that_are_right_seven_times_in_ten_win(devices, hop_s, minimum):
 
 @pytest.mark.parametrize(("more", "minimum"), [(0.1, 1.65), (0.2, 1.55)])
 def test_blocks_that_follow_each_other_win_more_than_single_rows_and_than_rows_with_the_next_token(more, minimum):
-    """A draft takes 6 % of a token; 1.4 times is what either gives. About 66 in 100 drafts hold."""
+    """A draft takes 6 % of a token; each alternative alone gains a factor of 1.4. About 66 % of drafts are accepted."""
     costs = tuple(1 + more * rows for rows in range(4))
     options = {"costs": costs, "batching": Batching(replays=8), "hop_s": 0.0005, "shares": (0.5, 1.0, 0.5)}
     drafting = Drafting(room=2, rows=4, costs=costs, ring_passes=2.0)

@@ -1,4 +1,4 @@
-"""Whether a model's own layer drafts, and what a plan counts for it."""
+"""Whether a model's own prediction layer drafts, and its costs in a plan."""
 
 import pytest
 

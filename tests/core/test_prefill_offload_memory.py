@@ -1,4 +1,4 @@
-"""Help and completion: every word of help is one that can be typed, and Tab offers what there is."""
+"""Help and completion: every word of help can be typed, and Tab completes what exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_commands(command: Any = None) -> Iterator[Any]:
 
 
 def test_help_shows_what_its_text_says_and_no_type_behind_a_flag():
-    """What stands between two colons would be a picture, and nobody can type ``<bool>``."""
+    """Text between two colons would become an emoji, and ``<bool>`` cannot be typed."""
     for command in all_commands():
         context = command.make_context("primad", ["--help"], resilient_parsing=True)
         texts = [command.help or "", *(param.help or "" for param in command.get_params(context))]
@@ -67,7 +67,7 @@ def test_an_option_of_prune_says_what_prune_does_with_it():
 
 
 def offered(*words: str) -> list[str]:
-    """What Tab offers for the last of ``words``."""
+    """Completions for the last of ``words``."""
     *before, option, incomplete = words
     command = cli.app.built
     while before and before[0] in getattr(command, "commands", {}):

@@ -1,4 +1,4 @@
-"""The ring process gives layers back when memory is short, takes them again when it is not, and does not swing."""
+"""The ring process releases layers when memory is short, takes them back later, and does not oscillate."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ QUIET = Reading(
     verdict=None,
 )
 HOLDING = Holding(held_bytes=GIB, layer_bytes=LAYER, shrinkable=3, growable=0, returned_bytes=0, evicted_bytes=0)
-"""A machine at rest, nothing of which is taken."""
+"""An idle machine with nothing evicted."""
 
 
 @dataclass
 class World:
-    """A device of 4 GiB with 40 layers of 60 MiB, all but ``ahead`` resident at first, and what is sampled there.
+    """A device of 4 GiB with 40 layers of 60 MiB, all but ``ahead`` resident at first, and its samples.
 
-    ``taken`` are the bytes that other programs, and we besides weights, have allocated. The rates are those of symptoms: of
-    time, bytes a second, faults a second.
+    ``taken`` are the bytes allocated by other programs, and by us besides weights. The rates of symptoms are shares of
+    time, bytes per second and faults per second.
     """
 
     taken: int = 0
@@ -86,7 +86,7 @@ class World:
         return replace(self.reading, available_bytes=max(0, self.reading.total_bytes - self.taken))
 
     def step(self, seconds: float = 0.25) -> Action:
-        """Let time pass, then sample and do what is said."""
+        """Let time pass, then sample and carry out the action."""
         self.now += seconds
         before = self.reading
         stalls = tuple(
@@ -117,7 +117,7 @@ class World:
         return action
 
     def run(self, seconds: float) -> list[Action]:
-        """What was said in so much time."""
+        """Let time pass; the actions meanwhile."""
         start = len(self.reported)
         end = self.now + seconds
         while self.now < end:
@@ -146,13 +146,13 @@ def test_all_that_fits_stays_to_the_last_byte_where_nobody_suffers():
 
 @pytest.mark.parametrize("symptom", ["some", "full", "swapped_in", "evicted", "faults"])
 def test_symptoms_on_a_machine_with_room_have_other_causes(symptom):
-    """Another cgroup thrashes in its own limit; idle page cache is emptied; a program that slept is swapped in."""
+    """Another cgroup thrashes within its own limit; idle page cache is evicted; a sleeping program is swapped in."""
     world = World(taken=GIB, **{symptom: 0.9 if symptom in ("some", "full") else 1e9})
     assert world.run(60) == []
 
 
 def test_our_own_page_cache_is_no_pressure():
-    """All memory is full of our layers, and free all the same."""
+    """Our layers fill the memory but can be evicted."""
     world = World(taken=GIB, layers=50)
     assert world.room < 2 * LAYER
     assert world.run(60) == []
@@ -172,7 +172,7 @@ def test_what_the_owner_takes_is_given_at_the_next_sample():
     world.only_room(100 * MIB)
     world.run(3)
     world.taken += 500 * MIB
-    assert world.step() == Shrink(8)  # 400 MiB too little, and the reserve
+    assert world.step() == Shrink(8)  # 400 MiB short, plus the reserve
     assert world.room >= reserve_bytes(4 * GIB)
     assert world.watch.level == "high"
     assert world.run(10) == []
@@ -212,7 +212,7 @@ def test_where_memory_is_tight_symptoms_tell(symptoms, layers):
 def test_it_shrinks_again_while_symptoms_stay():
     world = World(some=0.2)
     for _ in range(20):
-        world.only_room(LAYER // 2)  # whatever we give is taken
+        world.only_room(LAYER // 2)  # other programs take whatever is released
         world.step()
     assert [action for _, action in world.reported] == [Shrink(1)] * 4
 
@@ -297,7 +297,7 @@ def test_it_grows_only_into_room_for_a_layer_and_the_reserve():
 
 
 def test_memory_that_a_program_takes_again_and_again_stays_its_own():
-    """It takes 500 MiB for a second of every four."""
+    """The program takes 500 MiB for one second of every four."""
     world = World()
     world.only_room(200 * MIB)
     for i in range(2400):
@@ -373,7 +373,7 @@ def test_what_is_needed_is_never_nothing():
     assert world.run(20) == [Replan(LAYER)]
 
 
-# ---- whatever happens -----------------------------------------------------------------------------------------------
+# ---- any sequence of events -----------------------------------------------------------------------------------------
 
 moods = st.builds(
     dict,
@@ -390,7 +390,7 @@ moods = st.builds(
 
 
 def live(world: World, mood: dict) -> None:
-    """Let ``world`` be in ``mood``; programs take what we give where it ``follows``."""
+    """Apply ``mood`` to ``world``; programs take what is released if it ``follows``."""
     for name in ("some", "full", "swapped_in", "evicted"):
         setattr(world, name, mood[name])
     world.reading = replace(world.reading, verdict=mood["verdict"])
@@ -403,7 +403,7 @@ def live(world: World, mood: dict) -> None:
 
 
 def swings(world: World) -> int:
-    """How often it shrank after it had grown."""
+    """The number of shrinks after a growth."""
     kinds = [type(action) for _, action in world.reported if not isinstance(action, Replan)]
     return sum(before is Grow and after is Shrink for before, after in pairwise(kinds))
 
@@ -415,7 +415,7 @@ def test_it_swings_a_bounded_number_of_times(changes, streamed):
     start = world.now
     for mood in changes:
         live(world, mood)
-    # Six doublings lead to the longest wait; else a swing takes longer than a relapse.
+    # Six doublings reach the longest wait; further swings are at least a relapse apart.
     assert swings(world) <= 7 + (world.now - start) / RELAPSE_S
 
 
@@ -447,7 +447,7 @@ def test_it_never_shrinks_when_it_is_calm(changes, streamed, room):
     world.some = world.full = world.swapped_in = world.evicted = 0.0
     world.reading = replace(world.reading, verdict=None)
     world.only_room(GIB)
-    world.run(2)  # the window of symptoms that was begun
+    world.run(2)  # the pending window of symptoms
     world.only_room(int(room * MIB))
     assert not any(isinstance(action, Shrink | Replan) for action in world.run(300))
 

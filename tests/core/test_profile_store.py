@@ -1,4 +1,5 @@
-"""A profile in a file is believed only when every field is there, known, of its type and plausible beside the others."""
+"""A stored profile is accepted only if every field is present, known, of its type and plausible together with the
+others."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def raw(tmp_path: Path) -> Raw:
 
 
 def put(raw: Raw, path: str, value: Any) -> None:
-    """Set what stands at a dotted path; ``...`` takes it away."""
+    """Set the value at a dotted path; ``...`` deletes it."""
     *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     at: Any = raw
     for part in way:
@@ -293,7 +294,7 @@ JSON_VALUES = st.recursive(
 
 
 def places(value: Any, path: str = "") -> list[str]:
-    """The dotted path of everything in ``value``."""
+    """The dotted paths of all values in ``value``."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, inner in items for place in (f"{path}{key}", *places(inner, f"{path}{key}."))]
 
@@ -316,7 +317,7 @@ def test_whatever_stands_at_any_place_is_believed_or_refused_in_one_line(tmp_pat
 
 
 def outcome(path: Path) -> str | list[DeviceProfile]:
-    """The profiles in ``path``, or the text of the refusal; no other exception is caught."""
+    """The profiles in ``path``, or the text of the refusal; other exceptions propagate."""
     try:
         return load_profiles(path)
     except ConfigError as exc:
@@ -329,7 +330,7 @@ def test_a_profile_that_cannot_be_written_is_one_clear_error(tmp_path):
 
 
 def links(**macs: str) -> dict[str, list[SimpleNamespace]]:
-    """Interfaces as the system tells them."""
+    """Interfaces as psutil returns them."""
     return {
         name: [SimpleNamespace(family=psutil.AF_LINK, address=mac), SimpleNamespace(family=2, address="10.0.0.1")]
         for name, mac in macs.items()
@@ -337,7 +338,7 @@ def links(**macs: str) -> dict[str, list[SimpleNamespace]]:
 
 
 def test_a_machine_without_ipv4_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library that tells the hardware address looks at interfaces with IPv4 only, and makes one up without."""
+    """``uuid.getnode`` considers only interfaces with IPv4, and returns a random address if there is none."""
     made_up = count(0x0100_0000_0000, 77)
     monkeypatch.setattr(uuid, "getnode", lambda: next(made_up))
     here = links(

@@ -1,4 +1,4 @@
-"""How many proofs of a code a device gives."""
+"""The number of proofs of a pairing code that a device gives."""
 
 from __future__ import annotations
 

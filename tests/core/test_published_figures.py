@@ -1,4 +1,4 @@
-"""Devices as people name them are found in data sheets, and forecasts of them stand beside published figures."""
+"""Devices are found in data sheets by common names, and forecasts for them are compared with published figures."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_ratio_is_the_plan_over_what_was_published(sheets: Sheets) -> None:
 
 
 def test_two_gpus_of_a_pc_write_what_was_published_of_them() -> None:
-    """As in ``profiles/published.json``: a 70B that neither holds."""
+    """As in ``profiles/published.json``: a 70B model that neither GPU holds."""
     sheets = read_sheets()
     found = {figure.id: row(figure, sheets) for figure in read_figures(FIGURES) if figure.kind == "multi-gpu-one-box"}
     assert len(found) == 3

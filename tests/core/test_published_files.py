@@ -1,4 +1,4 @@
-"""Files of well-known models: their names and sizes, and what somebody means who writes another program's name."""
+"""Well-known model files: names, sizes, and the names that other programs use for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, rates, times and shares as people write them."""
+"""Sizes, rates, times and shares in human notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantities as people write them for a plan, and as they read them."""
+"""Quantities as typed for a plan and as shown."""
 
 from __future__ import annotations
 

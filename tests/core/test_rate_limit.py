@@ -1,4 +1,4 @@
-"""The bandwidth cap and the bound on complaints: times are given, nothing waits."""
+"""The bandwidth cap and the limit on logged complaints: time is an argument, nothing waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_stretch_of_time_carries_more_than_the_cap_and_the_burst(rate, sends)
     for first in range(len(sent)):
         carried = 0
         for at_s, size in sent[first:]:
-            # What is sent at the end of the stretch is not carried within it.
+            # Data sent at the end of the interval does not count.
             allowed = rate * (at_s - sent[first][0] + BURST_S) + sent[first][1]
             assert carried <= allowed * (1 + 1e-6) + 1
             carried += size

@@ -1,4 +1,4 @@
-"""A generation that a ring began goes on in another one as if nothing had happened; a ring that drains ends in order."""
+"""A generation resumes in another ring as if nothing had happened; a draining ring ends in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @st.composite
 def fresh_rings(draw):
-    """Any ring of five layers or more; the model, and so the answer, is the same for all."""
+    """Any ring of one to four devices; the model, and so the completion, is the same for all."""
     devices, rounds = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     sizes = st.lists(st.integers(1, 3), min_size=devices, max_size=devices)
     return FakeRing(

@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose KV cells."""
+"""Which device replicates whose KV cache."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_token_takes_what_the_layers_of_a_device_say():
 
 @pytest.mark.parametrize(("rate", "rows"), [(47e6, 128), (46e6, 512), (12e6, 512), (11e6, 2048), (2e6, 128)])
 def test_a_state_is_kept_as_often_as_links_carry_it(rate, rows):
-    """100 MB behind every 128 tokens, of which 12 are written in a second, are 9.4 MB/s."""
+    """100 MB per 128 tokens, at 12 tokens a second, are 9.4 MB/s."""
     layer = LayerProfile(bytes_by_type={}, expert_bytes_by_type={}, kv_bytes_per_token=1000, state_bytes=100_000_000)
     route = tuple(
         Window(device=name, first=at, last=at + 1, gpu_layers=0) for at, name in enumerate(("desk", "lap", "desk"))
@@ -90,11 +90,11 @@ def test_a_state_is_kept_as_often_as_links_carry_it(rate, rows):
     ("state_bytes", "rate", "tokens_per_s", "rows"),
     [
         (10_000_000, 1e8, 12, 32),
-        (10_000_000, 1e8, 14, 64),  # disks
-        (10_000_000, 3e6, 12, 512),  # links
+        (10_000_000, 1e8, 14, 64),  # limited by disks
+        (10_000_000, 3e6, 12, 512),  # limited by links
         (10_000_000, 1e8, 26, 128),
         (1000, 1e8, 96, 32),
-        (1000, 1e8, 97, 64),  # three are kept, and the replica has none of them yet
+        (1000, 1e8, 97, 64),  # three states are kept, and the replica has none of them yet
         (1000, 1e8, 200, 128),
     ],
 )

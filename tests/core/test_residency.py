@@ -1,4 +1,5 @@
-"""What a device holds at each place of a lap: never too much, nothing read twice, and down to nothing under pressure."""
+"""What a device holds at each point of a ring pass: within the limit, nothing read twice, and down to nothing under
+pressure."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
 
 def cuts_of(sizes: tuple[int, ...]) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
-    """Any places where units may be parted."""
+    """Any places where units may be cut."""
     return st.tuples(*(st.frozensets(st.integers(0, size)).map(lambda cuts: tuple(sorted(cuts))) for size in sizes))
 
 
 @st.composite
 def residencies(draw: st.DrawFn) -> Residency:
-    """Any units, any part of each streamed, any room for those."""
+    """Any units, any part of each streamed, any read-ahead limit."""
     sizes = tuple(draw(SIZES))
     ahead = draw(st.integers(0, 2 * sum(sizes)))
     if draw(st.booleans()):
@@ -32,13 +33,13 @@ def residencies(draw: st.DrawFn) -> Residency:
 
 @st.composite
 def spreads(draw: st.DrawFn) -> Spread:
-    """Any units that may be parted anywhere."""
+    """Any units that may be cut anywhere."""
     sizes = tuple(draw(SIZES))
     return Spread(sizes, draw(cuts_of(sizes)), draw(st.integers(0, 60)), draw(st.booleans()))
 
 
 class Loader:
-    """A loader that follows a residency and is as fast as can be: what is wanted is held at once."""
+    """An infinitely fast loader that follows a residency: what is wanted is held at once."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -46,7 +47,7 @@ class Loader:
         self.read_bytes = 0
 
     def move(self, position: int) -> None:
-        """Stand at ``position``: give back what is not wanted, then read what is, nearest first."""
+        """Move to ``position``: release what is not wanted, then read what is, nearest first."""
         residency = self._residency
         wanted = residency.wanted(position)
         self.held = {unit: min(held, wanted[unit]) for unit, held in self.held.items() if unit in wanted}
@@ -80,7 +81,7 @@ def test_a_lap_reads_all_that_streams_unless_less_than_a_part_does_not_fit(resid
 
 @given(residencies())
 def test_no_room_is_left_in_which_something_more_fits(residency):
-    """All of the room is used, up to the next place where a part may be parted."""
+    """All of the limit is used, up to the next place where a part may be cut."""
     count = len(residency.sizes)
     for position in range(count):
         wanted = residency.wanted(position)
@@ -116,7 +117,7 @@ def test_nothing_is_read_when_everything_fits(residency):
 
 @given(residencies(), st.data())
 def test_a_step_that_goes_back_costs_no_more_than_the_slots(residency, data):
-    """Several chunks of a prompt on their way visit one window after the other before any visits the next window."""
+    """Several chunks of a prompt in flight visit one window in turn before any visits the next."""
     count = len(residency.sizes)
     rounds = data.draw(st.integers(1, min(4, count)), label="windows")
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=rounds - 1), label="cuts")})
@@ -163,14 +164,14 @@ def test_what_is_resident_and_what_streams_is_everything(residency):
 
 @given(residencies())
 def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
-    """Of units that stream as a whole."""
+    """For units that stream as a whole."""
     assume(base == Residency.whole(base.sizes, base.streamed, base.read_ahead_bytes))
     levels = ladder(base, None)
     assert levels[0] == base
     for upper, lower in pairwise(levels):
         assert lower.held_bytes < upper.held_bytes
         assert upper.streamed < lower.streamed
-    # The last level holds the least there is: with everything streamed nothing less is held.
+    # The last level is the minimum: no less is held with everything streamed.
     sizes = base.sizes
     everything = frozenset(range(len(sizes)))
     minimum = Residency.whole(sizes, everything, max(base.read_ahead_bytes, two_slots(sizes)))
@@ -190,7 +191,7 @@ def test_the_rung_that_fits_reads_no_more_than_the_overflow_the_slots_and_a_unit
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_streamed_units_are_spread_evenly(count, streams):
-    """Of equal units: between two that stream, the numbers of resident ones differ by a factor of little more than two."""
+    """With equal units, the gaps between streamed ones differ by little more than a factor of two."""
     assume(streams <= count)
     levels = ladder(Residency.whole((10,) * count, frozenset(), 0), None)
     level = next((level for level in levels if len(level.streamed) == streams), None)
@@ -216,7 +217,7 @@ def test_as_many_units_are_wanted_as_there_are_slots(count, slots, position):
 
 
 def steps(spread: Spread) -> int:
-    """The most that a share of the units is rounded by: a step of it, and the longest way to the next cut."""
+    """The largest rounding error of a share of the units: one step, and the longest distance between cuts."""
     longest = 0
     for size, cuts in zip(spread.sizes, spread.cuts, strict=True):
         places = sorted({0, size, *(cuts[-1] - cut for cut in cuts)})
@@ -253,7 +254,8 @@ def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
     st.integers(0, 20),
 )
 def test_what_streams_of_real_layers_is_what_is_planned(megabytes, layers, heads, share, header):
-    """To about a cut, or a layer so small that it has one cut at most; whatever share, with an output matrix or without."""
+    """Up to about one cut, or a layer so small that it has at most one; for any share, with or without output
+    matrix."""
     cut = 2 << 20
     sizes = [megabytes * 1_000_000 * (8 if layer % 3 else 7) // 8 for layer in range(layers)]
     sizes += [2 * megabytes * 1_000_000 * heads] if heads else []
@@ -273,7 +275,7 @@ def test_everything_stays_where_everything_fits(spread):
 
 @given(st.integers(1, 40), st.integers(10, 200), st.integers(1, 10), st.integers(0, 100))
 def test_a_spread_reads_the_overflow_and_one_small_part(count, size, cut, percent):
-    """Of equal units that may be parted often: the buffer shrinks with the share that streams."""
+    """With equal units that may be cut often, the buffer shrinks with the streamed share."""
     spread = Spread((size,) * count, (tuple(range(0, size + 1, cut)),) * count, 0)
     total = size * count
     held = total * percent // 100

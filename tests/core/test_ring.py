@@ -54,7 +54,7 @@ rings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @dataclass(frozen=True)
 class Shape:
-    """A ring as hypothesis draws it."""
+    """A ring drawn by hypothesis."""
 
     rounds: list[list[int]]
     tail: int
@@ -62,7 +62,7 @@ class Shape:
     depth: int
     seed: int
     needs_state: bool = False
-    """Its model's cells go on with a state alone."""
+    """The model's KV cache needs a state to continue."""
 
     def ring(self, **options) -> FakeRing:
         return FakeRing(
@@ -304,7 +304,7 @@ def test_no_more_steps_are_under_way_than_the_depth_allows(shape, moves):
     ring.head.submit(generate(1, prompt(600 if shape.rows > 1 else 50)))
     for _ in range(moves):
         ring.move()
-        assert ring.scheduler.in_flight <= shape.depth + (shape.depth > 1)  # a chunk that waits
+        assert ring.scheduler.in_flight <= shape.depth + (shape.depth > 1)  # a waiting chunk
     ring.run()
 
 
@@ -385,7 +385,7 @@ def test_times_are_those_of_the_clock():
     assert (finished.prompt_s, finished.decode_s) == (0, 4)
 
 
-# ---- what must not come ---------------------------------------------------------------------------------------------
+# ---- misplaced messages ---------------------------------------------------------------------------------------------
 
 
 def a_step(number: int, window: int, rows: int = 1) -> Step:
@@ -417,7 +417,7 @@ def test_a_step_that_came_back_with_other_rows_is_refused():
 
 
 def test_a_step_is_taken_once_for_each_window():
-    """Nobody can have the device before the head send it twice, so it is that one's fault."""
+    """Only the sender can have duplicated it: no other device gets the step before the head does."""
     ring = quiet_until_the_workers_answer()
     step = msgspec.structs.replace(a_step(0, 3, rows=2), outputs=[False, True])
     ring.head.receive(step, np.zeros((2, WIDTH), np.float32))
@@ -428,7 +428,7 @@ def test_a_step_is_taken_once_for_each_window():
 def test_a_step_comes_back_for_no_window_before_it_was_in_all_others():
     """In two rounds of three devices the head has windows 0, 3 and 6."""
     nothing = np.zeros((2, WIDTH), np.float32)
-    for windows in [(6,), (3, 6)]:  # before it is sent into the second round, too
+    for windows in [(6,), (3, 6)]:  # also before it is sent into the second round
         ring = FakeRing([[1, 1, 1], [1, 1, 1]], 2)
         ring.head.submit(generate(1, [1, 2]))
         ring.head.turn()
@@ -449,7 +449,8 @@ def test_a_step_that_is_over_is_refused():
 @rings
 @given(st.data(), shapes(min_devices=2))
 def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape):
-    """A connection that breaks takes it along: somebody sees the gap, or nothing comes any more and the answer is open."""
+    """A broken connection loses the step: a device notices the gap, or nothing more arrives and the request stays
+    open."""
     asked = data.draw(prompts(shape))
     expected, _ = shape.ring().ask(generate(1, asked, tokens=4))
     ring = shape.ring()
@@ -486,7 +487,7 @@ def test_a_failing_whole_model_is_heard_of():
         ring.ask(generate(1, [1]))
 
 
-# ---- what is not finite ---------------------------------------------------------------------------------------------
+# ---- values that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (3, 6), (3, FEW_NUMBERS)])
@@ -504,9 +505,9 @@ def test_whether_all_are_numbers_is_known_of_few_and_of_many(shape):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", range(4))
 def test_a_window_that_gives_no_numbers_ends_the_ring_before_anything_is_computed_with_them(window, value):
-    """On a worker the error is its own; what the head itself computes ends the answer, and then the ring.
+    """A worker is blamed for its own values; if the head computed them, the request fails, and then the ring.
 
-    Behind the workers any of them may have sent what cannot be computed with.
+    Values that fail in the head's tail may come from any worker.
     """
     ring = FakeRing(*SMALL)
     ring.ask(generate(0, [1], tokens=1))
@@ -531,7 +532,8 @@ def test_a_warm_up_lap_that_gives_no_numbers_proves_nothing():
 
 
 def test_finite_numbers_of_a_worker_that_spoil_what_the_head_computes_are_not_the_heads_fault():
-    """Of 1e38 a sum or a square overflows, as in a norm. Blamed on nobody, it would end the first ring, and the head."""
+    """A value such as 1e38 overflows in a sum or a square, as in a norm. Without a culprit the first ring, and the
+    head, would end."""
     ring = FakeRing(*SMALL)
     ring.model.scores = lambda history: np.full(VOCABULARY, np.inf, np.float32)
     ring.head.submit(generate(1, [1, 2, 3]))
@@ -563,11 +565,11 @@ def test_what_arrives_and_is_no_number_is_the_senders(value):
         ring.head.receive(msgspec.structs.replace(a_step(0, 3, rows=2), outputs=[False, True]), hidden)
 
 
-# ---- a worker alone -------------------------------------------------------------------------------------------------
+# ---- a single worker ------------------------------------------------------------------------------------------------
 
 
 def hidden_of(model: FakeModel, tokens: list[int]) -> np.ndarray:
-    """The hidden states of ``tokens`` behind layer 0."""
+    """The hidden states of ``tokens`` after layer 0."""
     rows = a_step(0, 0, len(tokens))
     first = Worker({0: model.first(1)})
     return first.receive(rows, np.array(tokens, np.int32))[1]
@@ -609,7 +611,7 @@ def test_operations_are_applied_before_the_rows():
 
 
 def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
-    """It would be without what that step had left in the KV cache. Other windows have a count of their own."""
+    """The KV entries of the lost step would be missing. Each window counts its own steps."""
     model = FakeModel(6)
     worker = Worker({1: model.middle(1, 2), 3: model.middle(3, 4)})
     nothing = np.empty((0, WIDTH), np.float32)
@@ -625,7 +627,7 @@ def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
 
 
 def test_a_step_comes_to_no_window_of_a_worker_before_it_was_in_all_others():
-    """Else that window would lack its cells, and fail with a later step by no fault of its own."""
+    """Otherwise that window would lack KV entries, and fail at a later step through no fault of its own."""
     model = FakeModel(6)
     windows = {1: model.middle(1, 2), 2: model.middle(2, 3), 4: model.middle(4, 5)}
     nothing = np.empty((0, WIDTH), np.float32)
@@ -638,7 +640,7 @@ def test_a_step_comes_to_no_window_of_a_worker_before_it_was_in_all_others():
 
 @st.composite
 def options(draw):
-    """Of a ring that remembers prompts: a few rows, so that they have several chunks."""
+    """Options of a ring that caches prompts, with few rows so that prompts have several chunks."""
     rows = draw(st.sampled_from([1, 7, 64]))
     return {
         "rows": rows,
@@ -651,7 +653,7 @@ def options(draw):
 
 
 def reused(ring: FakeRing, request: int) -> int:
-    """How many tokens of the prompt of ``request`` were not computed again."""
+    """The number of prompt tokens of ``request`` that were not recomputed."""
     return max(
         (event.reused for event in ring.events if isinstance(event, PromptProgress) and event.request == request),
         default=0,
@@ -661,7 +663,7 @@ def reused(ring: FakeRing, request: int) -> int:
 @rings
 @given(st.data(), options())
 def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_of_each_alone(data, options):
-    """Generations follow each other, some are cancelled in the middle; each window has what it would have had."""
+    """Generations follow each other, and some are cancelled midway; each window ends up as without sharing."""
     ring, texts = FakeRing(*SMALL, **options), [[]]
     for request in range(1, data.draw(st.integers(2, 5))):
         begin = data.draw(st.sampled_from(texts))
@@ -703,10 +705,9 @@ batchings = st.builds(
 
 @st.composite
 def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[FakeKvWriter] = ()):
-    """A ring of the layers of ``shape`` as it might be formed anew, of devices that have ``shelves`` or none.
+    """Any ring of the layers of ``shape``, on devices with ``shelves`` or without.
 
-    It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size. Where layers
-    have a state there may be drafts.
+    It may differ in concurrency, batches, chunks, pieces and block size. Models with states may have drafts.
     """
     rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
@@ -741,8 +742,8 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
 
 
 class Service:
-    """Rings one after another, and what a head's daemon knows: the generations that are open, what was told of them, and
-    which of their cells are kept on which device."""
+    """Successive rings, and the state of a head's daemon: open generations, their events, and where their KV blocks
+    are kept."""
 
     def __init__(self, data, shape: Shape, sampling: Sampling) -> None:
         self.data, self.shape, self.sampling = data, shape, sampling
@@ -770,7 +771,7 @@ class Service:
         self.ring.head.submit(asked)
 
     def ask(self, request: int, text: list[int]) -> None:
-        """Another one, with what the devices have of its prompt."""
+        """Submit another request, with the blocks that the devices have of its prompt."""
         self.texts[request], self.reported[request] = text, []
         self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
         self.owners[request] = self.data.draw(st.sampled_from(["ann", "ben", "cleo"]))
@@ -784,13 +785,13 @@ class Service:
         self.submit(request, without_old_states(held))
 
     def move(self, maximum: int) -> None:
-        """Some moves of the ring."""
+        """Make some moves of the ring."""
         if self.breaks(maximum):
             self.form(self.ring.shelves)
         self.note()
 
     def breaks(self, maximum: int) -> bool:
-        """Whether the ring breaks in so many moves: one does that lacks cells that it is to load."""
+        """Whether the ring breaks within ``maximum`` moves, because KV blocks that it must load are missing."""
         try:
             moves = (self.ring.move() for _ in range(maximum))
             while next(moves, False):
@@ -818,14 +819,14 @@ class Service:
         del self.texts[request]
 
     def drain(self) -> None:
-        """A planned change: nothing is told behind ``Drained``, and what is computed is kept."""
+        """A planned change: ``Drained`` is the last event, and computed blocks are kept."""
         self.ring.head.drain()
         assert self.breaks(100_000) or self.ring.events[-1] == Drained()
         self.note()
         self.form(self.ring.shelves)
 
     def form(self, left: Sequence[FakeKvWriter]) -> None:
-        """The next ring, of devices of the last one that are ``left``, in any order, and of others."""
+        """Form the next ring, on the devices ``left`` of the last one, in any order, and on others."""
         left = self.data.draw(st.permutations(left))
         self.note()
         self.ring = self.data.draw(rings_for_several(self.shape, self.sampling, left))
@@ -836,13 +837,13 @@ class Service:
             self.submit(request, self.replica.chains.get(request, []))
 
     def lose(self) -> None:
-        """A device loses what it has of a block."""
+        """One device loses its part of a block."""
         kv_writer = self.data.draw(st.sampled_from(self.ring.shelves))
         if kv_writer.cells:
             kv_writer.forget([self.data.draw(st.sampled_from(sorted(kv_writer.cells)))])
 
     def finish(self) -> None:
-        """Everything is answered; then others take all sequences, and nothing is left of those before them."""
+        """Finish all requests; then new ones take all sequences, and nothing is left of the earlier ones."""
         while self.texts.keys() - self.ends.keys():
             self.move(1000)
         self.ring.run()
@@ -858,10 +859,10 @@ class Service:
 @settings(rings, max_examples=60)
 @given(st.data(), shapes(), st.sampled_from([GREEDY, SAMPLED]))
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
-    """They come and are cancelled at any time, begin like others or are the same, and rings break under them.
+    """Requests arrive and are cancelled at any time, share prefixes or are identical, and rings break under them.
 
-    Those of an owner are set back for another's. Cells that are kept come along, as far as there are devices that have
-    them; no cell is another text's or comes twice.
+    Owners preempt each other. Kept KV blocks move along while devices that have them exist; none belongs to another
+    text or appears twice.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "MIN_TURN", data.draw(st.sampled_from([1, 3])))

@@ -1,4 +1,4 @@
-"""Bytes from a device of the ring are a step within the limits, or one clear error; commands and events arrive as sent."""
+"""Bytes from a device of the ring are a step within limits or one clear error; commands and events arrive as sent."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def judged(step: Step, payload_bytes: int | None = None) -> Step:
 
 
 def assert_within_limits(step: Step) -> None:
-    """What the code behind ``decode_route`` relies on."""
+    """The assumptions of the code after ``decode_route``."""
     rows, width = step.shape
     assert step.protocol == PROTOCOL
     assert (step.ring, step.epoch) == (LIMITS.ring, LIMITS.epoch)

@@ -1,4 +1,4 @@
-"""What a device's status says of its memory: figures, means a token, and the plan's own figures beside them."""
+"""A device's memory in the status: figures, means per token, and the plan's figures next to them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KEPT = assignments(PLAN, MODEL)
 
 
 def predicted(device: str, **figures: float) -> DevicePrediction:
-    """A prediction that says 0 of what is not given."""
+    """A prediction with 0 for all figures not given."""
     fields = dict.fromkeys((field.name for field in dataclasses.fields(DevicePrediction)), 0) | figures
     return DevicePrediction(**fields | {"device": device, "each_gpu": figures.get("each_gpu", ())})
 
@@ -205,7 +205,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
 
 
 def test_the_output_matrix_is_no_layer():
-    """It streams only where memory pressure asks for it; a ring process tells it apart, and no plan counts it."""
+    """It streams only under memory pressure; a ring process reports it separately, and plans do not count it."""
     units = Streaming(device="desk", streamed_bytes=1500, read_ahead_bytes=200)
     kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL)["desk"]
     printed = status(3, msgspec.structs.replace(memory(), streams_output=True))
@@ -301,7 +301,7 @@ def streams(stall_s: float = 0.0, read_bytes: int = 0) -> SimpleNamespace:
 
 def test_a_token_costs_what_its_windows_do_one_beside_the_other():
     meter = Meter()
-    meter.computed(1, 16, 9.0, streams(5.0, 1000))  # a chunk of a prompt
+    meter.computed(1, 16, 9.0, streams(5.0, 1000))  # a prompt chunk
     for seconds in (0.01, 0.5, 0.02):
         meter.computed(1, 1, seconds, streams(5.0, 1000))
         meter.computed(3, 1, 0.1, streams(5.0, 1000))
@@ -314,7 +314,7 @@ def test_a_token_costs_what_its_windows_do_one_beside_the_other():
 
 def test_a_row_of_a_prompt_costs_what_its_quickest_large_chunks_do_in_all_windows():
     meter = Meter()
-    meter.computed(1, 512, 99.0, streams())  # what was read before was read to load
+    meter.computed(1, 512, 99.0, streams())  # earlier reads belong to loading
     assert meter.prompt() is None
     for rows, seconds in ((512, 2.56), (128, 0.512), (63, 0.001), (1, 0.001)):
         meter.computed(1, rows, seconds, streams())

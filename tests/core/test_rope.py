@@ -1,4 +1,4 @@
-"""What ``--rope-*`` and ``--yarn-*`` mean: the parameters, the context that is allowed, where windows may begin."""
+"""``--rope-*`` and ``--yarn-*``: the parameters, the allowed context, and where windows may begin."""
 
 from dataclasses import replace
 

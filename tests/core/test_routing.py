@@ -1,4 +1,4 @@
-"""What layers with experts cost besides is what is left of their times."""
+"""The routing cost of layers with experts is the rest of their measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lists of samplers are accepted: those that sample as llama.cpp does in its own order."""
+"""Sampler lists are accepted if they sample as llama.cpp does in its own order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step comes next, and what its token means: the scheduler's rules one by one."""
+"""The scheduler's rules, one per test: which step comes next, and what its token means."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sampled_of(token: int) -> SampledToken:
 
 
 def commit(of: Scheduler, step: int, draw: SampledToken | None, now: float):
-    """Bring step ``step`` back, with ``draw`` for its only row that wants one."""
+    """Return step ``step``, with ``draw`` for its only row that needs a sample."""
     return of.commit(step, {each.request: draw for _, each in of.wants_samples(step) if draw is not None}, now)
 
 
@@ -391,7 +391,7 @@ def test_a_prompt_that_does_not_fit_is_our_mistake(prompt):
         scheduler().submit(generate(1, prompt))
 
 
-# ---- several at once ------------------------------------------------------------------------------------------------
+# ---- several requests -----------------------------------------------------------------------------------------------
 
 
 def several(*prompts, sequences: int = 2, **options) -> Scheduler:
@@ -437,7 +437,7 @@ def test_who_has_the_fewest_running_is_next():
 
 @pytest.mark.parametrize("piece", [64, 8])
 def test_four_prompts_at_once_have_their_first_tokens_as_soon_as_their_rows_cost_in_pieces_worth_having(piece):
-    """A row costs 1, and no step less than 32; a step of next tokens as much."""
+    """A row costs 1, a step at least 32; a decode step costs the same."""
     pieces = Pieces(multiple=8, rows=(piece,))
     made = scheduler(
         context=1000, depth=1, sequences=4, chunking=Chunking(rows=512, minimum=512, begins=never, pieces=pieces)
@@ -456,7 +456,7 @@ def test_four_prompts_at_once_have_their_first_tokens_as_soon_as_their_rows_cost
 
 
 def finish(made: Scheduler, request: int) -> list[int]:
-    """Whose steps came back until ``request`` was over, each with a token for all who want one."""
+    """The requests of all steps until ``request`` finished; every step gets a token for each row that needs one."""
     of: list[int] = []
     while True:
         step = next_step(made)
@@ -576,7 +576,7 @@ def test_of_owners_who_ask_no_more_nothing_is_kept_without_end(monkeypatch):
 
 
 def begun(made: Scheduler) -> list[int]:
-    """The generations of ``made``, at most one at a time, in the order in which they begin."""
+    """The generations of ``made`` in the order in which they begin, at most one at a time."""
     order = []
     while (step := made.next_step(0)) is not None:
         order += step.requests
@@ -703,11 +703,12 @@ def test_one_that_is_cancelled_before_its_first_step_leaves_the_cells_of_the_one
     assert (step.requests, step.positions[0], step.ops) == ([4], 8, [KvRemove(0, 8, -1)])
 
 
-# ---- next tokens that are computed together -----------------------------------------------------------------------------
+# ---- batched decoding ---------------------------------------------------------------------------------------------------
 
 
 def decoding(*generations: int, batching: Batching, sequences: int = 4, **options) -> Scheduler:
-    """Generations ``1, 2, ...`` behind their prompts of ``generations`` tokens; each waits for its second token's step."""
+    """Generations ``1, 2, ...`` after prompts of ``generations`` tokens; each waits for the step of its second
+    token."""
     made = several(
         *([number] * length for number, length in enumerate(generations)),
         sequences=sequences,
@@ -824,7 +825,7 @@ def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact
 
 
 def in_pieces(short: int = 0) -> Scheduler:
-    """One generation writes; another one has a prompt of 20 tokens in chunks of 9, which are cut beside the first."""
+    """One generation decodes; another has a prompt of 20 tokens in chunks of 9, cut while the first decodes."""
     chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4), short=short))
     made = Scheduler(SchedulerState(context=100, chunking=chunking, depth=1, sequences=3))
     made.submit(generate(1, [1]))
@@ -890,7 +891,7 @@ def test_behind_a_part_of_a_prompt_all_that_write_have_a_turn_whoever_asks():
     assert found[3:] == [3, 1, 2] * 2
 
 
-# ---- prompts that begin alike at the same time -------------------------------------------------------------------------
+# ---- concurrent prompts with a common prefix ---------------------------------------------------------------------------
 
 
 def test_generations_with_one_prompt_draw_their_first_tokens_from_one_row():

@@ -1,4 +1,4 @@
-"""A link-local address is told without the scope that it has here, and gets one where it is heard."""
+"""A link-local address is sent without its local scope and gets one where it is received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another plan settled is not looked for again; a plan that has to beat another one does, or there is none."""
+"""Choices settled by another plan are not searched again; a plan that must beat another does, or there is none."""
 
 from __future__ import annotations
 

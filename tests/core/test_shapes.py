@@ -76,8 +76,8 @@ WEIGHTS = {
     "llama4-scout": 109e9,
     "llama4-maverick": 400e9,
 }
-"""As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens, of Gemma 4 E2B
-and E4B (5.1 and 8 billion) and Gemma 3n (5.4 and 7.9) without what sees and hears."""
+"""As published; without vision and multi-token prediction for Gemma 3 and GLM, without vision and audio for Gemma 4
+E2B and E4B (5.1 and 8 billion) and Gemma 3n (5.4 and 7.9)."""
 ACTIVE = {
     "deepseek-v3": 37e9,
     "kimi-k2": 32e9,
@@ -96,7 +96,7 @@ ACTIVE = {
     "llama4-scout": 17e9,
     "llama4-maverick": 17e9,
 }
-"""What a token uses, with the output matrix: rounded, some with the token embedding, which is looked up."""
+"""Weights used per token, with the output matrix: rounded, some with the token embedding, which is looked up."""
 
 
 FILES = {
@@ -112,7 +112,7 @@ FILES = {
     "qwen3-30b-a3b-q4_k_m": 17.28,
     "gemma3-27b-q4_k_m": 15.40,
 }
-"""GiB of all tensors, as llama-bench shows them for the files that people download."""
+"""GiB of all tensors, as llama-bench prints for the commonly downloaded files."""
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,4 +1,4 @@
-"""What a plan says that each device of a group holds: as much as the files that are cut for it."""
+"""The bytes that a plan assigns to each device of a group are those of the files cut for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE_ATTENTION, LATENT, EXPERTS = ("olmo2", {}), ("deepseek2-lite", {}), ("huny
 
 
 def question(tmp_path, architecture, overrides, **rates) -> Question:
-    """Of a model file, for devices of these rates as one group."""
+    """A question about a model file, for one group of devices with these rates."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture, quantisation="q8_0", **overrides)
     header = read_header(path)
@@ -36,7 +36,7 @@ def question(tmp_path, architecture, overrides, **rates) -> Question:
 
 
 def cut_bytes(header, weights, rank) -> tuple[int, int]:
-    """Weights in the files of the layers and of the output matrix that are cut for a rank."""
+    """The bytes of weights in the files of layers and output matrix cut for a rank."""
     cutter = ModelCutter(share_header(ShareRules(header), weights, rank))
     *layers, output = [cutter.ref(layer) for layer in range(layer_count(header) + 1)]
     matrix = next(each for each in output.tensors if each.name in ("output.weight", "token_embd.weight"))

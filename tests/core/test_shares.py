@@ -1,4 +1,4 @@
-"""Callers share what there is: whoever asks for all of it leaves room for others."""
+"""Callers share a limit: one that takes as much as it can leaves room for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from primad.system.shares import Shares, Turns
 
 
 def fill(shares: Shares, caller: str, amount: int = 1) -> int:
-    """How much ``caller`` gets, by so much at a time."""
+    """The total that ``caller`` gets in portions of ``amount``."""
     got = 0
     while shares.has_room(caller, amount):
         shares.take(caller, amount)

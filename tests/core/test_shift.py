@@ -1,4 +1,4 @@
-"""A conversation that became too long goes on without its oldest messages."""
+"""A conversation that became too long continues without its oldest messages."""
 
 from __future__ import annotations
 

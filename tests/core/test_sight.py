@@ -1,4 +1,4 @@
-"""Strangers announce what they like: it neither displaces nor keeps out a device that is trusted."""
+"""Strangers' announcements neither displace nor keep out a trusted device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAKE: Final = replace(GOOD, key=STRANGER, addresses=("10.0.0.66",), port=9)
 
 
 def sight_of(*announced: Mapping[str, Peer]) -> Sight:
-    """What is seen after it was ``announced`` so, one after the other."""
+    """The sight after these announcements, one after the other."""
     sight = Sight("desk", "home")
     for each in announced:
         sight.look(each, TRUSTED)
@@ -76,7 +76,7 @@ def test_two_devices_that_took_one_mdns_name_at_once_are_both_seen():
 
 
 def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
-    """Whoever comes first: all places are tried, some at a time."""
+    """Whatever the order, all places are tried, a few at a time."""
     elsewhere = {f"x{at}": replace(GOOD, addresses=(f"10.9.9.{at}",), is_measuring=True) for at in range(50)}
     orders = (
         [{"nas": GOOD}, elsewhere | {"nas": GOOD}],

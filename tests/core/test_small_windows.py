@@ -1,4 +1,4 @@
-"""A small cache of sliding windows is planned where whole contexts cost layers or speed; then there are no drafts."""
+"""A small sliding-window cache is planned if full ones cost layers or speed; then there are no drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FULL = dataclasses.replace(SLIDING, window_tokens=0)
 
 
 def sliding_model():
-    """Ten layers of which all but every fifth slide: 2.5 GB of weights, and 5 GB of cells with 16,384 tokens."""
+    """Ten layers of which all but every fifth slide: 2.5 GB of weights, and 5 GB of KV cache for 16,384 tokens."""
     layers = tuple(SLIDING if layer % 5 != 4 else FULL for layer in range(10))
     return dataclasses.replace(model(layers=10, context_tokens=16384), layers=layers)
 

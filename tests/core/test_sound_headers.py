@@ -1,4 +1,4 @@
-"""What headers of sounds say is judged before anything is decoded."""
+"""Audio headers are judged before anything is decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts change when tokens come and nothing else: whoever drafts, whatever is skipped, however many write at once."""
+"""Drafts change only when tokens come, with any drafter, any skips and any number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ rings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 class Oracle(Nothing):
-    """Knows the answers: its draft is right in the ``share`` of cases, of which it says it is ``sure``."""
+    """Knows the completions: a draft is right in the ``share`` of cases, with confidence ``sure``."""
 
     def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int, late: float = 0.0) -> None:
         self._answer, self._share, self._sure, self._late = answer, share, sure, late
@@ -55,7 +55,7 @@ class Oracle(Nothing):
     draft_s: float | None = 1e-4
 
     def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
-        """One that is right where the first draft is not, as often as not, and one that never is."""
+        """A draft that is right half of the time the first one is wrong, and one that is always wrong."""
         at = self._taken + len(drafts)
         if at >= len(self._answer):
             return ()
@@ -78,9 +78,9 @@ class Oracle(Nothing):
 
 
 def knowing(sampling: Sampling, share: float, *, sure: float = 1.0, seed: int = 0, late: float = 0.0) -> BeginsDrafter:
-    """Oracles for answers that are sampled so. The fake model's answers depend on nothing but the prompt.
+    """Oracles for completions sampled with ``sampling``; the fake model's completions depend on the prompt alone.
 
-    In the ``late`` share of cases a draft is awaited.
+    In the ``late`` share of cases a draft must be awaited.
     """
     return lambda prompt: Oracle(FakeModel(1).answer(prompt, 4 * TOKENS, sampling), share, sure, seed, late)
 
@@ -90,7 +90,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def move(ring: FakeRing) -> bool:
-    """Each move takes time, so that it shows what drafts win."""
+    """Each move takes time, so that drafts can gain some."""
     ring.now_s += 0.01
     return ring.move()
 
@@ -107,7 +107,7 @@ def sampled(ring: FakeRing, request: int) -> list[int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_turns():
-    """What one owner has computed is often set back for another one's."""
+    """Short turns, so that owners often preempt each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "MIN_TURN", 3)
         yield
@@ -115,8 +115,8 @@ def short_turns():
 
 @st.composite
 def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
-    """Any ring of two devices or more, with a drafter that is right, wrong or in between. Layers may have
-    a state, whose cells are not kept then."""
+    """Any ring of two devices or more, with a drafter that is right, wrong or in between. Layers may have a state;
+    then KV blocks are not kept."""
     devices, rounds = draw(st.integers(2, 4)), draw(st.integers(1, 2))
     sizes = st.lists(st.integers(1, 2), min_size=devices, max_size=devices)
     drafter = knowing(
@@ -259,7 +259,7 @@ ROOM_3 = Drafting(room=3)
 
 
 class Counting(Nothing):
-    """Drafts the numbers that follow the last token, and is as sure of each."""
+    """Drafts consecutive numbers after the last token, with constant confidence."""
 
     sure = 1.0
 
@@ -294,7 +294,7 @@ def next_step(made: Scheduler) -> PlannedStep:
 
 
 def bring_back(made: Scheduler, step: PlannedStep, *tokens: int) -> list[int]:
-    """``step`` comes back, and ``tokens`` are drawn from its rows as far as somebody wants them; what is told."""
+    """Return ``step`` with ``tokens`` sampled for its rows, as far as they are wanted; the reported tokens."""
     samples = [SampledToken(token=token, ends=False) for token in tokens]
     sample = msgspec.structs.replace(samples[0], more=tuple(samples[1:]))
     drawn = {each.request: sample for _, each in made.wants_samples(step.step)}

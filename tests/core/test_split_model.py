@@ -1,4 +1,4 @@
-"""A split model is one model when all its parts are there, and one clear error when they are not."""
+"""A split model is one model if all its parts are present, and one clear error otherwise."""
 
 from __future__ import annotations
 

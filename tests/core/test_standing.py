@@ -1,4 +1,4 @@
-"""How a worker's stages stand: each change counts, and a refusal is remembered until it is released."""
+"""The status of a worker's stages: each change is counted, and a refusal is remembered until its release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that waits for a processor has not had the time meanwhile."""
+"""Time spent waiting for a processor does not count as elapsed for a process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Machine:
         self.folder, self.now = folder, 100.0
 
     def waits(self, **seconds: float) -> None:
-        """So long its threads have waited for a processor in all."""
+        """Set the total time that each thread has waited for a processor."""
         for thread, waited_s in seconds.items():
             path = self.folder / "7" / "task" / thread
             path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What systemd, launchd and the Task Scheduler are told: it can be read back, and says what the owner said."""
+"""Definitions for systemd, launchd and the Task Scheduler: they can be read back and match the owner's settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size
 
 
 def unit(service: DaemonService) -> dict[str, list[str]]:
-    """The values of each key of its unit."""
+    """The values of each key of the service's unit."""
     found: dict[str, list[str]] = {}
     for line in systemd.unit(service).splitlines():
         if line and not line.startswith("["):
@@ -56,12 +56,12 @@ def unit(service: DaemonService) -> dict[str, list[str]]:
 
 
 def words(line: str) -> list[str]:
-    """What systemd makes of a command: quotes as in a shell, and no specifiers and variables left in it."""
+    """How systemd splits a command: quotes as in a shell, without remaining specifiers and variables."""
     return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
 
 
 def judged(command: tuple[str, ...] | list[str], program: tuple[str, ...]) -> dict[str, Any]:
-    """The options as primad's own command line reads the command."""
+    """The options as primad's own command line parses them."""
     assert tuple(command[: len(program)]) == program
     role, *arguments = command[len(program) :]
     group: Any = app.built
@@ -93,7 +93,7 @@ def test_the_limit_of_memory_leaves_room_for_what_max_ram_does_not_count(ram: st
 def test_a_unit_whose_options_stand_in_a_variable_is_held_to_them_before_it_starts() -> None:
     reported = unit(dataclasses.replace(HEAD, arguments=(), options_variable="PRIMAD_OPTIONS"))
     (before,), (line,) = reported["ExecStartPre"], reported["ExecStart"]
-    assert before.startswith("-+")  # as root, and where it fails the service says why
+    assert before.startswith("-+")  # as root, and if it fails the service reports why
     assert before[2:].replace(" service hold", "") == line
     assert line.endswith(" serve $PRIMAD_OPTIONS")
     assert "ExecStartPre" not in unit(HEAD)
@@ -127,7 +127,7 @@ def test_a_daemon_that_fails_or_hangs_is_started_again(service: DaemonService) -
     reported = unit(service)
     assert (reported["Type"], reported["Restart"], reported["KillMode"]) == (["notify"], ["on-failure"], ["mixed"])
     assert int(reported["WatchdogSec"][0]) > 0
-    assert int(reported["TimeoutStopSec"][0]) > 60  # a worker hands over for so long
+    assert int(reported["TimeoutStopSec"][0]) > 60  # the time of a worker's handover
 
 
 @each_service
@@ -189,7 +189,7 @@ def test_a_property_list_starts_the_command_that_was_meant(service: DaemonServic
     assert tuple(reported["ProgramArguments"]) == service.command
     assert reported["Label"] == "org.primad.primad"
     assert reported["EnvironmentVariables"]["PRIMAD_HOME"] == str(service.home)
-    assert reported["KeepAlive"] == {"SuccessfulExit": False}  # one that its owner ended stays ended
+    assert reported["KeepAlive"] == {"SuccessfulExit": False}  # a service that its owner stopped stays stopped
     assert reported.get("UserName") == service.user
     assert reported["StandardErrorPath"] == "/tmp/primad.log"
 

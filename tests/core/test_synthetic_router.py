@@ -1,4 +1,4 @@
-"""A synthetic mixture picks its experts alike, or unlike where that is asked for, and nothing else of it changes."""
+"""A synthetic mixture of experts picks its experts evenly, or unevenly on request; nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools import synth
 
 
 def router(path, **shape):
-    """The sizes of the rows of the first router, and the bytes of the file."""
+    """The norms of the rows of the first router, and the rest of the file."""
     synth.write_model(path, architecture="qwen3moe", layers=1, experts=64, **shape)
     tensor = read_header(path).tensors["blk.0.ffn_gate_inp.weight"]
     content = path.read_bytes()

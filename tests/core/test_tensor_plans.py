@@ -1,4 +1,4 @@
-"""Plans of a tensor-parallel group: shares by speed and memory, the forecast, what is refused, what crosses the wire."""
+"""Plans of a tensor-parallel group: shares by speed and memory, the forecast, refusals, and network traffic."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_who_has_no_memory_for_any_share_is_named():
 
 
 def short_of_memory(disk=1e8):
-    """Two devices with memory for a third of the model each, on a quick link, the second one with another ``disk``."""
+    """Two devices, each with memory for a third of the model, on a fast link; the second one has another ``disk``."""
     devices = [device("desk", ram=2 * GB, disk=1e8), device("mini", ram=2 * GB, disk=disk)]
     return question(*devices, links=[link(*pair, round_trip_s=0.0002) for pair in permutations(("desk", "mini"))])
 
@@ -153,7 +153,7 @@ def test_by_hand_places_send_along_the_ring_and_ranks_to_each_other():
 
 
 def with_gpus(*vram: int, step_s: float = 0.0002):
-    """Devices with GPUs of so much memory; 0: without."""
+    """Devices with GPUs of these sizes; 0 means no GPU."""
     found = [device(name, ram=8 * GB, vram=size, rate=2e10) for name, size in zip(("desk", "mini"), vram, strict=True)]
     return [each.with_gpus([replace(gpu, step_s=step_s) for gpu in each.gpus]) for each in found]
 
@@ -414,7 +414,7 @@ def test_a_rank_that_fails_is_at_fault_and_nobody_before_it():
 
 
 def chosen(round_trip_s: float, *, whole: bool = False, **changes):
-    """What ``auto`` takes for three like devices on such links."""
+    """The plan of ``auto`` for three equal devices on links with this round trip."""
     names = ("desk", "mini", "nas")
     links = [link(a, b, bytes_per_s=1.2e8, round_trip_s=round_trip_s) for a in names for b in names if a != b]
     fields = {
@@ -507,7 +507,7 @@ def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():
 def test_a_ring_with_a_group_on_gpus_is_one_that_their_windows_can_be_on():
     names = ("desk", "mini", "nas")
     asked = question(device("desk", rate=4e9), *(device(name, rate=4e9, vram=4 * GB) for name in names[1:]))
-    beside = asked.changed(model=replace(asked.model, beside_values=256))  # the processor takes them in
+    beside = asked.changed(model=replace(asked.model, beside_values=256))  # inputs on the CPU
     groups = (tuple(Rank(device=name, weight=1, on_gpu=True) for name in names[1:]),)
     found, none = (ring_of(each, groups, "latency", 3.0) for each in (asked, beside))
     assert [each.gpu_layers for each in found.prediction.devices if each.device != "desk"] == [

@@ -1,4 +1,4 @@
-"""What each rank of a tensor-parallel group holds of a model's layers."""
+"""The slices of a model's layers on each rank of a tensor-parallel group."""
 
 import re
 
@@ -41,7 +41,7 @@ def content(tensor):
 
 
 def blocks(header, name):
-    """The tensor as bytes of blocks: (outer..., rows, blocks, bytes of one)."""
+    """The tensor as quantisation blocks: (outer..., rows, blocks, bytes of a block)."""
     tensor = header.tensors[name]
     block, size = GGML_QUANT_SIZES[tensor.type]
     shape = (*reversed(tensor.shape[1:]), tensor.shape[0] // block, size)

@@ -1,4 +1,4 @@
-"""Whatever a file, a device or an answer has in its texts, no terminal obeys it, and no log has a line of theirs."""
+"""No text from a file, a device or a completion controls the terminal or forges a log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model thinks is said in the words of its own template."""
+"""Thinking is controlled by the variables of the model's own template."""
 
 from __future__ import annotations
 

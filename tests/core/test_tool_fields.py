@@ -1,4 +1,4 @@
-"""What a request may say of tools, and what it becomes: a prompt, a reading and a grammar."""
+"""Tool fields of a request, and what they become: a prompt, a parser and a grammar."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
-    """A choice of some tools."""
+    """The choice of some tools."""
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
 
 

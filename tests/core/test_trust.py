@@ -1,4 +1,4 @@
-"""Whom a device trusts, and what stands in the files about it."""
+"""The devices that a device trusts, and the files with them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_changes_of_many_processes_add_up(store: TrustStore, home: Path):
     code = (
         "import sys; from pathlib import Path; from primad.trust.identity import load_identity, new_identity\n"
         "from primad.system import files; from primad.trust.trust import TrustStore, trusted_now\n"
-        "files.LOCK_PATIENCE_S = 100\n"  # a disk that stands still is no matter here
+        "files.LOCK_PATIENCE_S = 100\n"  # disk stalls do not matter here
         "home = Path(sys.argv[1]); store = TrustStore(home, load_identity(home))\n"
         "for number in range(5): store.add(trusted_now(f'd{number}', new_identity().public, 'paired'))"
     )
@@ -321,7 +321,7 @@ def test_a_change_that_cannot_be_written_is_an_error_and_no_change(store: TrustS
 def test_who_asks_during_a_change_is_answered_from_what_stands_in_the_file(
     store: TrustStore, monkeypatch: pytest.MonkeyPatch
 ):
-    """As the event loop does while a thread waits for the disk."""
+    """The event loop asks while a thread waits for the disk."""
     answers: list[tuple[bool, bool]] = []
 
     def asked_meanwhile(descriptor: int) -> None:
@@ -385,7 +385,7 @@ def test_revocation_wins_over_being_local(store: TrustStore, local: LocalTrust):
 
 
 def left_behind(local: LocalTrust, **changes: object) -> Path:
-    """The note of a daemon, as if it had been left with ``changes``."""
+    """A daemon's note, as if left behind with ``changes``."""
     with local.announce("laptop", PI):
         path = next(local.folder.glob("*.json"))
         data = json.loads(path.read_bytes())

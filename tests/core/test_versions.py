@@ -1,4 +1,4 @@
-"""Devices of different versions: who is told what, and what stands in the changelog."""
+"""Devices of different versions: the advice for each, and the changelog's entries."""
 
 from __future__ import annotations
 

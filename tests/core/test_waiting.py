@@ -1,4 +1,4 @@
-"""What a head says about the devices that ``--wait`` waits for."""
+"""The head's messages about the devices that ``--wait`` waits for."""
 
 from __future__ import annotations
 

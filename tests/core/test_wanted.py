@@ -1,4 +1,4 @@
-"""What a head wants of a worker: sent once, once more after a connection was made again, and not for ever."""
+"""A head's requests to a worker: sent once, repeated after a reconnect, and dropped eventually."""
 
 from __future__ import annotations
 

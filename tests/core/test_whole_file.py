@@ -1,4 +1,4 @@
-"""Files that travel like layers, and models without their weights."""
+"""Files sent like layers, and models without their weights."""
 
 from __future__ import annotations
 

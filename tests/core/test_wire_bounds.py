@@ -1,6 +1,6 @@
-"""What a device sends is bounded before it is read: each message in bytes, each list in entries, and what follows from it.
+"""Input from a device is bounded before it is read: messages in bytes, lists in entries, and derived sizes.
 
-The fields are found in the types, so one that is added without a bound fails here.
+The fields are found in the types, so a new one without a bound fails here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from primad.trust import pairing
 from tests.core.test_messages import a_load
 
 COSTLY_BYTES = 1 << 20
-"""Of messages that are smaller than this no list can be much."""
+"""No list in a smaller message can be large."""
 MANY = 1 << 20
 
 
 def types_of(kind: inspect.Type, place: str, seen: tuple[type, ...] = ()) -> Iterator[tuple[str, inspect.Type]]:
-    """All types that ``kind`` has in it, with the fields that they stand in."""
+    """All types within ``kind``, with the fields that contain them."""
     yield place, kind
     match kind:
         case inspect.StructType() | inspect.DataclassType() if kind.cls not in seen:
@@ -88,7 +88,7 @@ def test_every_message_has_a_bound_in_bytes():
 
 
 def test_what_no_head_says_is_small_enough_to_be_skipped_in_a_moment():
-    """A message of fields that nobody knows is read to its end, in the loop that all others wait for."""
+    """A message of unknown fields is parsed to its end, in the event loop that everything shares."""
     tags = {str(message.tag) for message in of(WorkerMessage)}
     assert max(messages.LARGE_BYTES.get(tag, messages.USUAL_BYTES) for tag in tags) == messages.MAX_STATES_BYTES
     assert messages.MAX_STATES_BYTES <= 2 << 20

@@ -1,4 +1,4 @@
-"""Who is on Wi-Fi, as Linux tells."""
+"""Detection of Wi-Fi on Linux."""
 
 from __future__ import annotations
 
