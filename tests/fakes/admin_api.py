@@ -1,4 +1,4 @@
-"""A head's desk in memory, for tests of the page."""
+"""A head's admin API in memory, for tests of the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from primad.errors import ClusterError, ConfigError, PlanError
 
 
 def known(device: str, trusted: str = "yes", *, in_sight: bool = True) -> KnownDevice:
-    """A device whose key is made of its name."""
+    """A device whose key is derived from its name."""
     key = device.encode().hex().ljust(64, "0")[:64]
     how = "paired" if trusted == "yes" else ""
     return KnownDevice(
@@ -38,7 +38,7 @@ def known(device: str, trusted: str = "yes", *, in_sight: bool = True) -> KnownD
 
 @dataclass
 class FakeAdminApi:
-    """Trusts and revokes in memory; ``calls`` has what was asked."""
+    """Trusts and revokes in memory; ``calls`` records the requests."""
 
     known: list[KnownDevice] = field(default_factory=list)
     code: OpenCode | None = None

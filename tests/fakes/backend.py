@@ -1,4 +1,4 @@
-"""A strict fake of what the daemon gives to the HTTP API, with a toy vocabulary in which every byte is a token."""
+"""A strict fake of the backend that the daemon gives to the HTTP API, with a toy vocabulary of one token per byte."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ByteVocabulary:
 
 @dataclass
 class Call:
-    """One call of ``generate``: what was asked and how it ended."""
+    """One call of ``generate``: its arguments and how it ended."""
 
     prompt: list[int]
     max_tokens: int
@@ -104,12 +104,12 @@ class Call:
 
 
 Item = int | PromptProgress | asyncio.Event | Exception
-"""A step of a scripted answer: a token to sample, how much of the prompt is computed, an event to wait for, or an exception
+"""A step of a scripted completion: a token to sample, progress of the prompt, an event to wait for, or an exception
 to raise."""
 
 
 class FakeBackend:
-    """Answers each call with ``script(call)``; after its last item the model ends its answer."""
+    """Serves each call with ``script(call)``; after its last item the model ends the completion."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class FakeBackend:
         self.ending: tuple[str, str | None] = ("stop", None)
         self.ring: dict[str, Any] = {}
         self.drafts = (0, 0)
-        """Drafted and accepted, of each answer."""
+        """The drafted and accepted tokens of each completion."""
         self.calls: list[Call] = []
         self._script = script
         self.fetcher = PictureFetcher()
@@ -134,7 +134,7 @@ class FakeBackend:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        """In this process, but over the wire. Without a model nobody encodes pictures."""
+        """Runs in this process, but through the wire format. Without a model no images are encoded."""
         if self.served is None:
             return await self._prepared(preparation, body, served, {})
         return await prepare_seeing(lambda seen: self._prepared(preparation, body, served, seen), encoded, self.fetcher)
@@ -250,7 +250,7 @@ def sampled(token: int, logprobs: int | None = None) -> Sampled:
 
 
 def check_sampling(sampling: Sampling, context_tokens: int) -> None:
-    """What llama.cpp's samplers take without a second thought, and without more memory than the context is worth."""
+    """Check that llama.cpp's samplers accept the values, and need no more memory than the context justifies."""
     assert 0 <= sampling.temperature <= 10_000
     assert 0 <= sampling.top_k < 2**31
     assert 0 <= sampling.seed < 2**32 - 1
@@ -277,7 +277,7 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
 
 
 async def encoded(data: bytes, called: str) -> EncodedPicture:
-    """A picture, or sound, as four rows of two numbers between two tokens; one that is no PNG is refused."""
+    """An image or audio as four rows of two numbers between two tokens; other data than PNG and audio is refused."""
     if not data.startswith(b"\x89PNG") and not is_sound(data):
         raise RequestError(f"{called}: the picture cannot be decoded", param=called)
     rows = EmbeddedRun(rows=4, looks_ahead=True, content=bytes(32))
@@ -286,7 +286,7 @@ async def encoded(data: bytes, called: str) -> EncodedPicture:
 
 
 def replies(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:
-    """A script that always answers the same: texts byte by byte, other items as they are."""
+    """A constant script: texts byte by byte, other items as they are."""
     items: list[Item] = []
     for text in texts:
         match text:

@@ -1,10 +1,10 @@
-"""A disk that cannot read some files: a folder shown through FUSE, spoken by hand so that nothing need be installed.
+"""A disk that cannot read some files: a folder shown through FUSE, implemented here so that nothing need be installed.
 
     with mounted(mount, folder):
         spoil(folder / "name")    # from now on it cannot be read: EIO, and SIGBUS where it is mapped
 
-What was read before stays in memory until the system, or who has it mapped, gives it back, as with a disk that fails. A file
-that takes the name of a spoilt one can be read: it lies elsewhere on the disk. Needs Linux, root and ``/dev/fuse``.
+Data read before stays in memory until the system, or a process that mapped it, releases it, as with a failing disk. A file
+that replaces a spoilt one can be read, as it lies elsewhere on the disk. Needs Linux, root and ``/dev/fuse``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MNT_DETACH: Final = 2
 
 
 def is_possible() -> bool:
-    """Whether this process may mount one."""
+    """Whether this process may mount such a disk."""
     return sys.platform == "linux" and os.geteuid() == 0 and DEVICE.exists()
 
 
 def spoil(file: Path) -> None:
-    """Let nothing more of ``file`` (in the folder behind the mount) be read."""
+    """Make all further reads of ``file`` (in the folder behind the mount) fail."""
     file.chmod(file.stat().st_mode | stat.S_ISVTX)
 
 
@@ -51,7 +51,7 @@ def is_spoilt(file: Path) -> bool:
 
 @contextmanager
 def mounted(mount: Path, folder: Path) -> Iterator[None]:
-    """Show ``folder`` at ``mount``, both of which are there."""
+    """Show the existing folder ``folder`` at ``mount``."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.bad_disk", mount, folder], stdout=subprocess.PIPE, text=True
     ) as server:
@@ -70,7 +70,7 @@ def mounted(mount: Path, folder: Path) -> Iterator[None]:
 
 
 class _Server:
-    """Answers the kernel's requests. A node is a file by the number that the kernel knows it by; 1 is the folder."""
+    """Serves the kernel's requests. A node is the kernel's number of a file; 1 is the folder."""
 
     def __init__(self, device: int, folder: Path) -> None:
         self._device = device
@@ -94,7 +94,7 @@ class _Server:
                     continue
                 return  # ENODEV: it was unmounted
             _, kind, unique, node, *_ = _HEADER.unpack_from(request)
-            if kind in (2, 36, 42):  # forget and interrupt want no answer
+            if kind in (2, 36, 42):  # forget and interrupt expect no reply
                 continue
             code, answer = 0, b""
             try:
@@ -103,12 +103,12 @@ class _Server:
                 code = -errno.ENOSYS
             except OSError as exc:
                 code = -(exc.errno or errno.EIO)
-            with suppress(OSError):  # whoever asked is gone
+            with suppress(OSError):  # the requester is gone
                 os.write(self._device, _ANSWER.pack(_ANSWER.size + len(answer), code, unique) + answer)
 
     def _init(self, _: int, body: bytes) -> bytes:
         _, _, read_ahead, _ = struct.unpack_from("=4I", body)
-        flags = 1 | 1 << 5 | 1 << 22  # reads beside each other, writes of more than a page, requests of many pages
+        flags = 1 | 1 << 5 | 1 << 22  # concurrent reads, writes of more than a page, requests of many pages
         return struct.pack(
             "=4IHHIIHHI7I", 7, 31, read_ahead, flags, 12, 9, _MAX_BYTES, 1, _MAX_BYTES >> 12, 0, 0, *[0] * 7
         )
@@ -176,7 +176,7 @@ class _Server:
         return self._entry(path)
 
     def _forget(self, path: Path) -> None:
-        """The file at ``path`` loses its name; whoever has it open or mapped keeps it."""
+        """Remove the name of the file at ``path``; processes that have it open or mapped keep it."""
         with suppress(FileNotFoundError):
             node = self._nodes.pop(path.lstat().st_ino, None)
             if node is not None:

@@ -1,4 +1,4 @@
-"""Control links on loopback, with keys and gates, and devices at their far ends that do what a test says."""
+"""Control links on loopback, with keys and gates, and scripted devices at their far ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.fakes.profile import PROFILE
 HOST = "127.0.0.1"
 PATIENCE_S = 180
 HEAD = new_identity()
-"""The keys of the head in all tests."""
+"""The head's keys in all tests."""
 
 Kind = TypeVar("Kind")
 
@@ -51,7 +51,7 @@ Kind = TypeVar("Kind")
 async def gated(
     allows: Callable[[str], bool] = lambda _: True, *, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[zmq.asyncio.Context]:
-    """A context whose servers let in whom ``allows`` believes, and a limit on the test's time."""
+    """A context whose servers admit keys that ``allows`` accepts, with a time limit for the test."""
     context = zmq.asyncio.Context()
     try:
         async with asyncio.timeout(patience_s), Gate(context, allows):
@@ -61,12 +61,12 @@ async def gated(
 
 
 class FakeDevice:
-    """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
+    """A worker that greets and answers pings, echoes and link measurements like the daemon; the test does the rest.
 
-    What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them. ``stand`` says how its stages stand: a
-    head whose ping shows that it does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said
-    that it knows. ``held`` is what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
+    Other messages go to ``heard``. If ``silent``, it answers nothing; ``refuses`` is its reply to a hello. Its link
+    cannot be measured without ``echoes``, or with echoes that it ``garbles``. ``stand`` sets the state of its stages; a
+    head whose ping shows an older one is notified, unless ``loses_states``. ``known`` is the revision in the head's
+    last ping. ``held`` has the requests to hold KV blocks: it has all except those that it ``lacks``.
     """
 
     def __init__(
@@ -109,42 +109,40 @@ class FakeDevice:
 
     @property
     def key(self) -> str:
-        """Its public key."""
         return self.identity.public
 
     @property
     def port(self) -> int:
-        """Its control port."""
         return self.end.port
 
     def target(self, *addresses: str) -> Contact:
-        """Where to measure the link to it."""
+        """Contact data for measuring the link to it."""
         return Contact(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
 
     def stand(self, *states: StageState) -> None:
-        """Its stages stand so from now on."""
+        """Set the states of its stages."""
         self.revision += 1
         self.states = list(states)
 
     async def notify(self, message: WorkerMessage) -> None:
-        """Say something to the head that it answered last."""
+        """Send a message to the head that contacted it last."""
         assert self._peer is not None, "no head was here"
         await self.end.send(self._peer, message)
 
     async def hear(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; what comes before it is passed over."""
+        """The next message of ``kind``; earlier ones are skipped."""
         while True:
             message = await self.heard.get()
             if isinstance(message, kind):
                 return message
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition`` holds; asked after everything that this device hears."""
+        """Wait until ``condition`` holds; checked after every message to this device."""
         async with self._news:
             await self._news.wait_for(condition)
 
     async def leave(self) -> None:
-        """It is gone without a word."""
+        """Disappear without a message."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self.end.close()
@@ -153,7 +151,7 @@ class FakeDevice:
         while True:
             peer, _, message = await self.end.receive()
             if not self.silent:
-                if not isinstance(message, Echo):  # comes on connections of its own
+                if not isinstance(message, Echo):  # echoes use their own connections
                     self._peer = peer
                 await self._answer(peer, message)
             async with self._news:

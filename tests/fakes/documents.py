@@ -1,4 +1,4 @@
-"""The documents of the repository, taken apart: links, anchors, and the commands that they show."""
+"""The repository's documents, parsed: links, anchors, and the commands in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block: its page, its language and what stands in it."""
+    """A fenced block: its page, language and text."""
 
     page: Path
     language: str
@@ -33,13 +33,13 @@ class Fence:
 
 
 def fences(page: Path, language: str) -> list[Fence]:
-    """The page's blocks of the language."""
+    """The page's blocks in ``language``."""
     found = _FENCE.findall(page.read_text(encoding="utf-8"))
     return [Fence(page, kind, text) for kind, text in found if kind == language]
 
 
 def commands(page: Path) -> list[tuple[str, ...]]:
-    """Every command of the page's ``sh`` blocks as words, without comments and assignments before it."""
+    """Every command of the page's ``sh`` blocks as words, without comments and leading assignments."""
     return [words for fence in fences(page, "sh") for words in _commands(fence.text)]
 
 
@@ -53,18 +53,18 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands between back quotes in the page's text."""
+    """Text between back quotes in the page."""
     return _SPAN.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def links(page: Path) -> list[str]:
-    """Where the page's links lead that stay in the repository."""
+    """Targets of the page's links within the repository."""
     text = _SPAN.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
     return [target for target in _LINK.findall(text) if "://" not in target and not target.startswith("mailto:")]
 
 
 def anchors(page: Path) -> set[str]:
-    """The places of a page that a link can name, as GitHub makes them from headings."""
+    """The page's anchors, as GitHub derives them from headings."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     return {
         re.sub(r"[^\w\- ]", "", heading.replace("`", "").strip().lower()).replace(" ", "-")

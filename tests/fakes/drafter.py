@@ -1,4 +1,4 @@
-"""A drafter to which nothing comes to mind: what a test's own leaves out."""
+"""A drafter without drafts: the default methods for a test's own drafter."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from primad.ring.speculation.drafter import DraftToken
 
 
 class Nothing:
-    """Has no draft, and none is awaited."""
+    """Never has a draft, and none is awaited."""
 
     works = False
     draft_s: float | None = None
     own_s = 0.0
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
-        """Looks at nothing."""
+        """Ignores the prompt."""
 
     def took(self, token: int) -> None:
-        """Learns nothing."""
+        """Ignores the token."""
 
     def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         return None

@@ -13,7 +13,7 @@ VECTORS = {"sea": [0.6, 0.8, 0.0], "ship": [0.8, 0.6, 0.0], "tree": [0.0, 0.0, 1
 
 
 class FakeEmbeddings:
-    """Any other text is the vector of the second axis, and counts two tokens as all do; empty ones are refused."""
+    """Unknown texts get the vector of the second axis; each text counts as two tokens; empty ones are refused."""
 
     name, created, max_text_tokens, width = "small", 7, 512, 3
 

@@ -1,9 +1,9 @@
-"""A strict fake of llama.cpp's windows: a hidden state remembers every layer and every token that it stands for.
+"""A strict fake of llama.cpp's windows: hidden states record every layer and every token that they stand for.
 
-A row's hidden state names the layer it reached, its position, its token, a digest of the layers it went through and a
-digest of all tokens up to it. Every window compares that with its own KV cache, so a layer out of order, a position that
-is missing or comes twice, a KV operation that one window did not see or a hidden state of another row fails where it
-happens. The next token is a function of all tokens before it and of nothing else: any ring must give the same.
+A row's hidden state has the layer it reached, its position, its token, a digest of the layers it passed and a digest of
+all tokens up to it. Every window compares that with its own KV cache, so a layer out of order, a missing or repeated
+position, a KV operation that one window did not see or a hidden state of another row fails where it happens. The next
+token is a function of all tokens before it and of nothing else, so any ring must give the same.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ VOCABULARY = 64
 _PART_BITS = 20
 _PART = (1 << _PART_BITS) - 1
 CELL_TYPE = 7
-"""The type of a cell: nothing but the history up to it, as keys, and its layer, as values."""
+"""The type of a KV cell: its keys are just the history up to it, its values its layer."""
 
 
 def follow(history: int, token: int) -> int:
-    """The digest of a token history that ``token`` was added to; the empty one is 0."""
+    """The digest of a token history with ``token`` appended; the empty one is 0."""
     return (history * 0x9E3779B97F4A7C15 + token * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) % (1 << 61) >> 1
 
 
 def history_of(tokens: Sequence[int]) -> int:
-    """The digest of a whole token history."""
+    """The digest of a token history."""
     history = 0
     for token in tokens:
         history = follow(history, token)
@@ -43,14 +43,14 @@ def history_of(tokens: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _random_scores(history: int, vocabulary: int) -> NDArray[np.float32]:
-    """What a model without a script says; to draw it takes longer than all else of a row."""
+    """The scores of a model without a script; cached, since sampling them takes most of a row's time."""
     scores = np.random.default_rng(history).standard_normal(vocabulary).astype(np.float32)
     scores.flags.writeable = False
     return scores
 
 
 def trail_of(layers: int) -> int:
-    """The digest of having gone through layers ``0 <= layer < layers`` in order."""
+    """The digest of passing layers ``0 <= layer < layers`` in order."""
     trail = 0
     for layer in range(layers):
         trail = _through(trail, layer)
@@ -62,7 +62,7 @@ def _through(trail: int, layer: int) -> int:
 
 
 class _Row(NamedTuple):
-    """What the hidden state of one row says."""
+    """The contents of a row's hidden state."""
 
     layer: int
     position: int
@@ -71,7 +71,7 @@ class _Row(NamedTuple):
     history: int
 
     def encoded(self) -> tuple[int, ...]:
-        """Its fields, the history in three parts that a float32 holds, and a check sum."""
+        """The fields, with the history in three parts that fit a float32, and a checksum."""
         layer, position, token, trail, history = self
         low, middle, high = history & _PART, history >> _PART_BITS & _PART, history >> 2 * _PART_BITS
         check = layer + position + token + trail + low + middle + high & _PART
@@ -87,9 +87,9 @@ def _decoded(values: list[int]) -> _Row:
 
 @dataclass
 class FakeModel:
-    """``layers`` layers, ``ends`` end a generation. Counts what its windows and samplers leave open.
+    """A model of ``layers`` layers whose tokens ``ends`` end a generation. Counts windows and samplers left open.
 
-    With a ``script``, which has the token behind each history, it says that.
+    A ``script`` has the next token for each history.
     """
 
     layers: int
@@ -100,9 +100,9 @@ class FakeModel:
     has_state: bool = False
     """Its layers remember all tokens in one state, which cannot be cut back."""
     needs_state: bool = False
-    """They have their cells of before as well, which go on with such a state alone."""
+    """It also keeps earlier KV cells, but needs such a state to continue from them."""
     late: Callable[[Sampling], int] = lambda _: 0
-    """How often a generation's next mask is looked for before it is there."""
+    """The number of looks at a generation's next mask before it is ready."""
     open_windows: int = 0
     open_samplers: int = 0
     options: EngineOptions = field(
@@ -128,11 +128,11 @@ class FakeModel:
         return FakeLogitsWindow(self, 0, self.layers, takes_tokens=True)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model says after ``tokens``."""
+        """The model's logits after ``tokens``."""
         return self.scores(history_of(tokens))
 
     def scores(self, history: int) -> NDArray[np.float32]:
-        """What it says after the tokens of ``history``."""
+        """The logits after the tokens of ``history``."""
         if not self.script:
             return _random_scores(history, self.vocabulary)
         scores = np.zeros(self.vocabulary, np.float32)
@@ -140,7 +140,7 @@ class FakeModel:
         return scores
 
     def answer(self, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
-        """The first ``count`` tokens of the answer, or those before the one that ends it. Runs no window."""
+        """The first ``count`` tokens of the completion, or those before its end token. Runs no window."""
         tokens, history = list(prompt), history_of(prompt)
         draws = _Draws(sampling, tokens, [])
         for _ in range(count):
@@ -153,7 +153,7 @@ class FakeModel:
 
 
 class _Window:
-    """Layers ``first`` to ``last`` and the KV cells of each sequence: the history at every position."""
+    """Layers ``first`` to ``last`` and the KV cache of each sequence: the history at every position."""
 
     exchange = None
 
@@ -164,20 +164,20 @@ class _Window:
         self._cells: dict[int, list[int]] = {}
         self._states: dict[int, tuple[int, list[int]]] = {}
         self._kept_from: dict[int, int] = {}
-        """By sequence: of what is before only a state is known."""
+        """By sequence: the position before which only a state is known."""
         self._last_step: dict[int, int] = {}
-        """By sequence: where its last step begins, until rows of it are taken back, or a step of several others comes."""
+        """By sequence: the start of its last step, until rows of it are removed or a step of several others comes."""
         self._open = True
         self.failure: EngineError | None = None
-        """Set it, and the next ``forward`` raises it."""
+        """If set, the next ``forward`` raises it."""
         self.spoils: float | None = None
-        """Set it, and it is among what a ``forward`` gives."""
+        """If set, every output of ``forward`` contains it."""
         self.steps: list[tuple[int, ...]] = []
         """The positions of every forward."""
         model.open_windows += 1
 
     def held(self, sequence: int) -> int:
-        """How many positions the cache holds of ``sequence``."""
+        """The number of positions in the KV cache of ``sequence``."""
         return len(self._cells.get(sequence, []))
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
@@ -297,7 +297,7 @@ class _Window:
         self._model.open_windows -= 1
 
     def _through_layers(self, rows: Rows) -> list[_Row]:
-        """Take ``rows`` through every layer of the window."""
+        """Pass ``rows`` through every layer of the window."""
         self._check_open()
         self._check_rows(rows)
         if self.failure is not None:
@@ -409,13 +409,13 @@ class FakeLogitsWindow(_Window):
                     self._logits[i] = np.full_like(self._logits[i], self.spoils)
 
     def history(self, row: int) -> tuple[int, int]:
-        """The text that row ``row`` of the last step stands for, and its tokens."""
+        """The digest of the text up to row ``row`` of the last step, and its number of tokens."""
         self._check_open()
         return self._histories[row]
 
     @property
     def wanted(self) -> set[int]:
-        """The rows of the last step that wanted logits."""
+        """The rows of the last step that requested logits."""
         return set(self._logits)
 
     def logits(self, row: int) -> NDArray[np.float32]:
@@ -432,7 +432,8 @@ class FakeLogitsWindow(_Window):
 
 
 class _Draws:
-    """The draws of one generation, each by a generator of its own; bias and presence penalty change the logits."""
+    """The samples of one generation, each with its own random generator; bias and presence penalty change the
+    logits."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> None:
         self.sampling = sampling
@@ -440,14 +441,14 @@ class _Draws:
         self._index = len(sampled)
 
     def draw(self, logits: NDArray[np.float32]) -> int:
-        """The next token; remembers it."""
+        """Sample the next token and remember it."""
         token = self.at(logits, self._index)
         self._index += 1
         self._seen.append(token)
         return token
 
     def at(self, logits: NDArray[np.float32], index: int) -> int:
-        """Token ``index``, as far as is known what comes before it."""
+        """Sample token ``index``; penalties use the tokens known so far."""
         scores = logits.astype(np.float64)
         for token, bias in biases_in(self.sampling.logit_bias):
             scores[token] += bias
@@ -460,7 +461,7 @@ class _Draws:
 
 
 class FakeSampler:
-    """Draws for one generation; ``FakeModel.answer`` draws the same."""
+    """Samples for one generation, as ``FakeModel.answer`` does."""
 
     def __init__(
         self,

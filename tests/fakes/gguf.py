@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written by the ``gguf`` package and not by ours."""
+"""Tiny GGUF files, written by the ``gguf`` package instead of our code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def array(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 
 
 def toy_arrays(layers: int = 3, *, same: bool = False) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a toy model; the layers have equal content when ``same``."""
+    """The tensors of a toy model; the layers have equal content if ``same``."""
     arrays = {"token_embd.weight": array(10, 8), "output_norm.weight": array(8)}
     for layer in range(layers):
         seed = 0 if same else layer + 1
@@ -49,7 +49,7 @@ def write_gguf(path: Path, arrays: Arrays, values: Mapping[str, int | str] | Non
 
 
 def write_split(folder: Path, arrays: Arrays, parts: int, *, stem: str = "toy") -> list[Path]:
-    """The same model in ``parts`` files, named as llama.cpp's gguf-split names them."""
+    """The same model in ``parts`` files, named as by llama.cpp's gguf-split."""
     names = list(arrays)
     paths = []
     for number in range(parts):
@@ -69,9 +69,10 @@ def write_adapter(
     seed: int = 0,
     kind: str = "adapter",
 ) -> Path:
-    """A LoRA adapter with random matrices for ``tensors``: name and shape, in ggml order, of what they change.
+    """A LoRA adapter with random matrices for ``tensors``: names and shapes, in ggml order, of the tensors that it
+    changes.
 
-    Of the token embedding the first matrix has a row for each token.
+    For the token embedding the first matrix has one row per token.
     """
     writer = GGUFWriter(path, architecture)
     writer.add_string("general.type", kind)

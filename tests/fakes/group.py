@@ -1,4 +1,4 @@
-"""A tensor-parallel group in threads of one process: what an exchange does, without a connection."""
+"""A tensor-parallel group in threads of one process, with exchanges in memory."""
 
 import threading
 
@@ -10,7 +10,7 @@ class LeftError(RingError):
 
 
 class Meeting:
-    """Where the ranks of a group meet: each brings an array, and sees what the others brought."""
+    """Each rank brings an array to the meeting and sees those of the others."""
 
     def __init__(self, ranks):
         self._barrier = threading.Barrier(ranks, timeout=60)
@@ -32,7 +32,7 @@ class Meeting:
 
 
 class FakeExchange:
-    """The exchange of ``rank``; strict: parts of a sum have one shape."""
+    """The exchange of ``rank``; strict: all parts of a sum have the same shape."""
 
     def __init__(self, meeting, rank):
         self._meeting, self.rank = meeting, rank
@@ -47,7 +47,7 @@ class FakeExchange:
         self._meeting.sums += self.rank == 0
 
     def lead(self, message):
-        """Its tests have every rank do each step by itself."""
+        """Does nothing, as every rank runs each step by itself in these tests."""
 
     def spread(self, values):
         values[:] = self._meeting.meet(self.rank, values)[0]
@@ -58,7 +58,7 @@ class FakeExchange:
 
 
 def in_group(ranks, run):
-    """What ``run(rank, exchange)`` returns on each rank, in a thread each. Raises the first rank's error."""
+    """Run ``run(rank, exchange)`` in one thread per rank and return the results. Raises the first rank's error."""
     meeting, results, errors = Meeting(ranks), [None] * ranks, {}
 
     def rank(number):

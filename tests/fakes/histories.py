@@ -1,4 +1,4 @@
-"""Conversations in the shapes that clients send; each text says what it is."""
+"""Conversations in the shapes that clients send; each text describes itself."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ Message = dict[str, Any]
 
 
 def user(text: str) -> Message:
-    """What the user says."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str | None, **more: Any) -> Message:
-    """What the assistant says."""
     return {"role": "assistant", "content": text, **more}
 
 
 def system(text: str) -> Message:
-    """What the system says."""
     return {"role": "system", "content": text}
 
 
 def call(*ids: str, text: str = "") -> Message:
-    """Calls with ``text`` beside them."""
+    """Tool calls together with ``text``."""
     calls = [
         {"id": each, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
         for each in ids
@@ -32,7 +29,7 @@ def call(*ids: str, text: str = "") -> Message:
 
 
 def result(text: str, call_id: str = "a") -> Message:
-    """What a tool gave back."""
+    """A tool's result."""
     return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 

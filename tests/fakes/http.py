@@ -1,4 +1,4 @@
-"""Ways to talk to the API in tests: in memory, as a bare ASGI client that can leave, and over a real loopback port."""
+"""Access to the API in tests: in memory, as a bare ASGI client that can leave, and over a real loopback port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 180
 
 @contextmanager
 def answering(server: ThreadingHTTPServer) -> Iterator[str]:
-    """Has ``server`` answer in a thread meanwhile; the URL that it answers at."""
+    """Run ``server`` in a thread; yields its URL."""
     with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -47,7 +47,7 @@ def _client(app: ASGIApp) -> httpx.AsyncClient:
 
 
 def ask(app: ASGIApp, method: str, path: str, **request: Any) -> httpx.Response:
-    """One request to ``app`` and its answer, for tests that are not async."""
+    """The response to one request to ``app``, for tests that are not async."""
 
     async def once() -> httpx.Response:
         async with asyncio.timeout(PATIENCE_S), _client(app) as client:
@@ -65,12 +65,12 @@ def call(
     embeddings: Embeddings | None = None,
     **request: Any,
 ) -> httpx.Response:
-    """One request and its answer."""
+    """The response to one request."""
     return ask(create_app(backend, names=names, embeddings=embeddings), method, path, **request)
 
 
 def post(backend: Backend, path: str, **body: Any) -> httpx.Response:
-    """One JSON request and its answer."""
+    """The response to one JSON request."""
     return call(backend, "POST", path, json=body)
 
 
@@ -84,13 +84,13 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 class BareClient:
-    """An ASGI client that has sent its request, keeps what it gets, and leaves when told to."""
+    """An ASGI client whose request is already sent; it collects the response and can leave at any time."""
 
     def __init__(self, path: str, **body: Any) -> None:
         self.got: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.left = asyncio.Event()
         self.blocked = asyncio.Event()
-        """Set it, and the client takes nothing any more."""
+        """If set, the client accepts no more data."""
         self._requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.scope = {
             "type": "http",
@@ -121,7 +121,8 @@ class BareClient:
 
 @asynccontextmanager
 async def served(backend: Backend, *, patience_s: float = PATIENCE_S, **more: Any) -> AsyncIterator[str]:
-    """The app under uvicorn on a free loopback port, in this loop; gives its URL. ``more`` is for the app."""
+    """Serve the app with uvicorn on a free loopback port in this loop; yields its URL. ``more`` are arguments of the
+    app."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -1,4 +1,4 @@
-"""A hub over loopback that speaks as much of Hugging Face's API as fetching a model takes."""
+"""A hub on loopback with the part of Hugging Face's API that downloads need."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Repositories by name, each with its files by name. ``gated`` ones ask for consent; ``stated`` are false hashes.
+    """Repositories by name, each with its files by name. ``gated`` ones ask for consent; ``stated`` has false hashes.
 
-    ``cut`` is how many bytes of a file are sent before the connection ends, once a file. ``asked`` is what was asked for.
-    ``ranges`` are given, or not; ``elsewhere`` is another hub, to which it sends those who ask for a file. ``statuses`` come
-    once each in place of files, and ``tokens`` are those that it saw. Of files in
-    ``after`` it gives so many bytes. Who asks for a file with a gate in ``gates`` is
-    noted in ``waits`` and gets it when that is open.
+    Settings per file: ``cut`` closes the connection after so many bytes, once; ``after`` refuses bytes from this offset
+    on; requests for files in ``gates`` are noted in ``waits`` and wait for the gate.
+
+    ``ranges``: whether range requests work; ``elsewhere``: the URL of another hub to redirect file requests to.
+    ``statuses`` are each returned once instead of a file. ``asked`` records the requests, ``tokens`` their credentials.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -50,20 +50,20 @@ class FakeHub:
 
     @property
     def given_ranges(self) -> list[range]:
-        """The bytes of each range that it was asked for."""
+        """The ranges in requests for files."""
         ends = [part.removeprefix("bytes=").split("-") for _, path, part in self.asked if "resolve" in path and part]
         return [range(int(first), int(last) + 1) for first, last in ends]
 
     @property
     def given_bytes(self) -> int:
-        """What it gave by ranges."""
+        """The number of bytes in these ranges."""
         return sum(map(len, self.given_ranges))
 
 
 @contextmanager
 def own_hub(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
-    """The hub that is asked here, and by processes that begin now. A machine that stands still for seconds is no hub that
-    does not answer."""
+    """Make this hub the default, also for processes started from now on. Long timeouts keep a stalled machine from
+    looking like a dead hub."""
     with serving(FakeHub(repositories)) as fake:
         monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
         monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -81,7 +81,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
-    """``hub`` on a free port."""
+    """Serve ``hub`` on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

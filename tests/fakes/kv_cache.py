@@ -1,4 +1,4 @@
-"""Made-up KV cells that tell their layer and where they stand."""
+"""Synthetic KV data that encodes its layer and position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from primad.kv.keys import KvBlock
 
 
 def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int, salt: int = 0) -> list[LayerCells]:
-    """Those of ``block``; keys and values of a cell take ``cell_bytes`` each, an even number; ``salt`` makes others."""
+    """The KV data of ``block``: keys and values take ``cell_bytes`` each per token (an even number); ``salt`` varies
+    it."""
     rows = block.end - block.start
     return [
         LayerCells(

@@ -1,4 +1,4 @@
-"""A shelf of KV cells in memory that notices whatever is kept twice with other bytes, asked for in part, or in no chain."""
+"""A KV writer in memory that detects blocks kept twice with other bytes, requested in part, or outside a chain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class FakeKvWriter:
         self.blocks: dict[str, KvBlock] = {}
         self.cells: dict[str, dict[int, LayerCells]] = {}
         self.kept: list[str] = []
-        """The key of every block that was handed over, once for each window."""
+        """The key of every block received, once per window."""
         self.loaded: list[str] = []
-        """The key of every chain that was found."""
+        """The key of every chain found."""
         self.flushes = 0
 
     def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
@@ -51,7 +51,7 @@ class FakeKvWriter:
         return self.cells.get(key, {}).keys() >= set(layers)
 
     def fetch(self, key: str, layers: Iterable[int], others: Iterable[FakeKvWriter]) -> None:
-        """Get what is lacking of ``layers`` of a block from the ``others``, as far as they have it."""
+        """Get missing ``layers`` of a block from the ``others``, as far as they have them."""
         for other in others:
             found = {layer: other.cells.get(key, {}).get(layer) for layer in layers}
             held = {layer: cells for layer, cells in found.items() if cells is not None}

@@ -1,4 +1,4 @@
-"""Layers put into a cache as the daemon copies them, and devices that give layers."""
+"""Layers put into a cache as by the daemon, and devices that serve layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primad.network.contacts import Contact
 
 
 def put(cache: LayerCache, layer: LayerCut) -> LayerRef:
-    """``layer`` in the cache, whole."""
+    """Put all of ``layer`` into the cache."""
     ref = layer.ref()
     for _ in cache.copying(ref, layer):
         continue
@@ -18,7 +18,7 @@ def put(cache: LayerCache, layer: LayerCut) -> LayerRef:
 
 
 def missing(cache: LayerCache, refs: Iterable[LayerRef]) -> list[LayerRef]:
-    """Those of ``refs`` that are not there whole."""
+    """The ``refs`` that are not in the cache as a whole."""
     return [ref for ref in refs if not cache.has(ref)]
 
 

@@ -1,4 +1,4 @@
-"""A head's message that gives a worker one window in the middle of a small ring, and a layer that may be in it."""
+"""A head's message that loads one window in the middle of a small ring on a worker, and a layer for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def a_load(
     extra_buffers: bool = False,
     **changes: object,
 ) -> Load:
-    """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other fields."""
+    """Layers ``first <= layer < last`` as ``window`` of the route, from the files ``layers``; ``changes`` set other
+    fields."""
     load = Load(
         ring=1,
         epoch=epoch,

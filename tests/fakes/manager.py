@@ -1,4 +1,4 @@
-"""A service manager's ear: the socket at which daemons say that they are ready, live and end."""
+"""The service manager's end of the socket on which daemons report that they are ready, alive and stopping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 180
 
 @contextmanager
 def listening() -> Iterator[socket.socket]:
-    """A socket in a short path, since addresses of this kind have at most 108 characters."""
+    """A socket in a short path, since Unix socket paths have at most 108 characters."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(Path(folder, "notify")))
         ear.settimeout(PATIENCE_S)
@@ -21,7 +21,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 def hear(ear: socket.socket, start: str) -> str:
-    """The first message that begins so; those before it are forgotten."""
+    """The first message that begins with ``start``; earlier ones are dropped."""
     while not (printed := ear.recv(1000).decode()).startswith(start):
         pass
     return printed

@@ -1,4 +1,4 @@
-"""A shell for the membership core that does nothing but keep account, and fails when the core asks for what cannot be."""
+"""A shell for the membership core that only keeps account, and fails if the core requests the impossible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USELESS = (m.DevicePhase.GONE, m.DevicePhase.DISCOVERED, m.DevicePhase.PAIRED, m
 
 @dataclass
 class Shell:
-    """Tells the core events and holds each effect against what it did before. ``now`` is its clock, in seconds."""
+    """Sends events to the core and checks each effect against earlier ones. ``now`` is its clock, in seconds."""
 
     state: m.State
     now: float
@@ -51,7 +51,7 @@ class Shell:
         return shell
 
     def notify(self, event: m.Event) -> list[m.Effect]:
-        """Tell the core ``event`` and check what it wants done."""
+        """Send ``event`` to the core and check the effects."""
         self._note(event)
         before = self.state
         self.state, effects = step(before, event, self.now)
@@ -66,7 +66,7 @@ class Shell:
         return list(effects)
 
     def wake(self, until: float) -> list[m.Effect]:
-        """Let the time go on to ``until``, with a tick whenever the core asked for one; its effects."""
+        """Advance the time to ``until``, with a tick whenever the core requested one; the effects."""
         start = len(self.effects)
         while (due := wake_at(self.state, self.now)) is not None and due <= until:
             assert due > self.now, "a tick in the past"
@@ -77,7 +77,7 @@ class Shell:
         return self.effects[start:]
 
     def check_sleep(self, times: list[float]) -> None:
-        """Nothing is due at ``times`` (seconds from now) that lie before the tick the core asked for."""
+        """Check that nothing is due at ``times`` (seconds from now) before the tick that the core requested."""
         due = wake_at(self.state, self.now)
         moments = [self.now + seconds for seconds in times]
         if due is not None:

@@ -1,4 +1,4 @@
-"""Stores of models as other programs keep them, with tiny GGUF files."""
+"""Model stores of other programs, with tiny GGUF files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ IMAGE = "application/vnd.ollama.image."
 
 
 def toy(path: Path, title: str = "", **values: int | str) -> Path:
-    """A tiny model; another ``title``, another content."""
+    """A tiny model; another ``title`` gives other content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {"general.name": title or path.stem, "llama.context_length": 2048}
     return write_gguf(path, toy_arrays(1), known | {key.replace("__", "."): value for key, value in values.items()})
 
 
 def blob(store: Path, data: bytes) -> dict[str, object]:
-    """``data`` as a blob of Ollama's: its hash and size."""
+    """``data`` as a blob in Ollama's store: its hash and size."""
     digest = hashlib.sha256(data).hexdigest()
     (store / "blobs").mkdir(parents=True, exist_ok=True)
     (store / "blobs" / f"sha256-{digest}").write_bytes(data)
@@ -28,7 +28,7 @@ def blob(store: Path, data: bytes) -> dict[str, object]:
 
 
 def manifest(store: Path, name: str, content: object, root: str = "manifests") -> Path:
-    """The manifest ``name`` (HOST/NAMESPACE/MODEL/TAG)."""
+    """Write the manifest ``name`` (HOST/NAMESPACE/MODEL/TAG)."""
     path = store / root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -36,7 +36,7 @@ def manifest(store: Path, name: str, content: object, root: str = "manifests") -
 
 
 def ollama_model(store: Path, name: str, data: bytes, *, config: object = None, **layers: bytes) -> Path:
-    """A model with weights ``data`` and other ``layers``, such as a projector; the file of its weights."""
+    """A model with weights ``data`` and other ``layers``, such as a projector; the path of its weights."""
     weights = blob(store, data)
     parts = [{"mediaType": f"{IMAGE}model", **weights}]
     parts += ({"mediaType": IMAGE + kind, **blob(store, content)} for kind, content in layers.items())

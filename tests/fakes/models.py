@@ -1,4 +1,4 @@
-"""A strict fake of the models of a server: a test says how long each takes to load, and what happens meanwhile."""
+"""A strict fake of a server's models: the test decides how long each takes to load, and what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.embeddings import FakeEmbeddings
 
 
 def backend_of(name: str, *texts: Any, template: str | None = None) -> FakeBackend:
-    """A backend whose model is called ``name``, and writes its name unless ``texts`` are given."""
+    """A backend whose model is called ``name``, and outputs its name unless ``texts`` are given."""
     backend = FakeBackend(replies(*(texts or (name,))), vocabulary=ByteVocabulary(chat_template=template))
     assert backend.served is not None
     backend.served = replace(backend.served, id=name, sequences=4)
@@ -45,8 +45,8 @@ def without_model() -> FakeBackend:
 
 
 class FakeModels:
-    """``backends`` by name. One with a gate in ``gates`` is loaded when the gate is open, others at once; ``failing`` ones
-    cannot be loaded."""
+    """``backends`` by name. A model with a gate in ``gates`` loads when the gate opens, others at once; ``failing``
+    ones cannot be loaded."""
 
     switches = True
 
@@ -69,9 +69,9 @@ class FakeModels:
         self.users: Counter[str] = Counter()
         self.waiting: list[tuple[str, Waiting]] = []
         self.waits: asyncio.Queue[str] = asyncio.Queue()
-        """Each model that a request begins to wait for."""
+        """Each model that a request starts waiting for."""
         self.ended: asyncio.Queue[str] = asyncio.Queue()
-        """Each model whose use ended, or whose request left its wait."""
+        """Each model whose use ended, or whose request stopped waiting."""
         self.heard: list[asyncio.Queue[OfferedModel]] = []
         self.files: Sequence[PullProgress] = ()
         self.pulled: list[str] = []
@@ -88,7 +88,7 @@ class FakeModels:
         return {name: self.backends[name] for name, each in self.state.items() if each.state is ModelState.LOADED}
 
     def change(self, name: str, **changes: Any) -> None:
-        """A model changes, as all who wait and listen hear."""
+        """Change a model, and notify all waiting requests and listeners."""
         self.state[name] = replace(self.state[name], **changes)
         for waits_for, heard in self.waiting:
             if waits_for == name:

@@ -1,8 +1,8 @@
-"""A program beside primad that takes up to so many bytes of memory at random, holds them a moment and frees them.
+"""A program next to primad that allocates random amounts of memory, holds them for a moment and frees them.
 
     neighbour.py MOST SEED
 
-Goes on until it is given a line or its input is closed; then prints how often it took some. ``Neighbour`` starts it.
+Runs until it gets a line or its input is closed; then prints the number of allocations. ``Neighbour`` starts it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-if TYPE_CHECKING:  # the program itself is started without what is beside it
+if TYPE_CHECKING:  # the program itself runs without the repository in its path
     from tools.lab.memory import LimitedGroup
 
 
 END_S = 180.0
-"""For what takes a moment: it may take much longer where other programs have most of the machine."""
+"""Timeout of short operations, which may take much longer while other programs use most of the machine."""
 
 
 class Neighbour:
-    """The program in ``group``, taking at most ``max_bytes``; it ends with the block at the latest."""
+    """The program in ``group``, taking at most ``max_bytes``; it is ended with the block at the latest."""
 
     def __init__(self, group: LimitedGroup, max_bytes: int) -> None:
         self._group = group
@@ -50,7 +50,7 @@ class Neighbour:
         self._kill()
 
     def end(self) -> int:
-        """End it: how often it took memory. Raises ``RuntimeError`` when it was gone already."""
+        """End it; the number of allocations. Raises ``RuntimeError`` if it was already gone."""
         printed, _ = self._process.communicate("\n", timeout=END_S)
         if self._process.returncode:
             raise RuntimeError(f"the neighbour ended with code {self._process.returncode}")
@@ -68,7 +68,7 @@ def main() -> None:
     _report_line("ready")
     taken = 0
     while not _closed(chance.uniform(0.01, 0.2)):
-        held = b"\1" * chance.randrange(maximum // 4, maximum)  # written to, so that it is there
+        held = b"\1" * chance.randrange(maximum // 4, maximum)  # written, so that it is resident
         taken += 1
         if _closed(chance.uniform(0.05, 0.5)):
             break
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def _report_line(line: str) -> None:
-    """To whoever started it."""
+    """Print a line for the parent process."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def _closed(wait_s: float) -> bool:
-    """Whether there is a line or an end of input, awaited for so long."""
+    """Whether there is a line or the end of input, after waiting at most ``wait_s``."""
     return bool(select.select([sys.stdin], [], [], wait_s)[0])
 
 

@@ -1,4 +1,4 @@
-"""Nodes with a home of their own, for tests of what a daemon does with them."""
+"""Nodes with their own home, for tests of the daemon."""
 
 from __future__ import annotations
 

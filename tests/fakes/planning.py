@@ -1,4 +1,4 @@
-"""Devices to plan for, round numbers throughout."""
+"""Devices for plans, with round figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GB = 1_000_000_000
 
 
 def speed(bytes_per_s: float) -> TypeSpeed:
-    """Q4_K at ``bytes_per_s`` in decode."""
+    """The speed of Q4_K, with ``bytes_per_s`` in decode."""
     return TypeSpeed(
         type="Q4_K",
         decode_bytes_per_s=bytes_per_s,
@@ -45,7 +45,8 @@ def device(
     host: str | None = None,
     unified: bool = False,
 ) -> DeviceProfile:
-    """A device that computes ``rate`` bytes of weights a second, ten times as many on its GPU if it has ``vram``."""
+    """A device that computes ``rate`` bytes of weights a second, and ten times as many on its GPU if it has
+    ``vram``."""
     gpu = GpuProfile(
         name="GPU",
         backend="CUDA",
@@ -76,7 +77,7 @@ def device(
 
 
 def offloading(device: DeviceProfile, *, times: float = 4.0) -> DeviceProfile:
-    """``device``, whose GPU computes prompts through layers in RAM so many times as fast as its processor."""
+    """``device``, whose GPU processes prompts through layers in RAM ``times`` as fast as its CPU."""
     assert device.gpu is not None
     prefill_offload = tuple(
         OffloadSpeed(
@@ -90,7 +91,7 @@ def offloading(device: DeviceProfile, *, times: float = 4.0) -> DeviceProfile:
 
 
 def link(source: str, target: str, *, bytes_per_s: float = 1e8, round_trip_s: float = 0.001) -> LinkProfile:
-    """A link that was measured."""
+    """A measured link."""
     return LinkProfile(
         source=source, target=target, address="10.0.0.1:1", round_trip_s=round_trip_s, bytes_per_s=bytes_per_s
     )
@@ -117,7 +118,7 @@ def model(*, layers: int = 20, layer_bytes: int = GB // 4, context_tokens: int =
 
 
 def wishes(**given: Any) -> Wishes:
-    """Wishes in which what a ``RunConfig`` has is in one."""
+    """Wishes; fields of ``RunConfig`` go into one."""
     names = {field.name for field in fields(RunConfig)}
     run = RunConfig(**{name: value for name, value in given.items() if name in names})
     return Wishes(run=run, **{name: value for name, value in given.items() if name not in names})

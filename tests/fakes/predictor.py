@@ -1,4 +1,4 @@
-"""A strict fake of a model's own layers for multi-token prediction: what it drafts is right in a share of texts."""
+"""A strict fake of a model's multi-token prediction layers: its drafts are right for a share of texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _BITS, _PARTS = 20, 4
 
 
 class FakePredictor:
-    """Right in the ``share`` of cases, of which it is as sure. A state stands for the whole text up to its token.
+    """Right in the ``share`` of cases, with confidence to match. A state stands for the whole text up to its token.
 
-    With a share of None it says what the model says.
-    It fails at call ``fails_at``. ``calls`` counts those that draft, ``begun`` those that begin anew, and ``held`` is how
-    many tokens it knows.
+    With a share of None it returns the model's logits. Call number ``fails_at`` fails. ``calls`` counts drafts,
+    ``begun`` fresh starts, and ``held`` the known tokens.
     """
 
     def __init__(self, share: float | None, *, cells: int = 4096, fails_at: int | None = None) -> None:
@@ -28,10 +27,10 @@ class FakePredictor:
         self.calls = self.begun = 0
         self._keeps = False
         self._texts: list[tuple[int, int]] = []
-        """The text up to each token that it knows, and how long it is."""
+        """For each known token the digest and length of the text up to it."""
 
     def follow(self, model: FakeModel, window: FakeLogitsWindow) -> None:
-        """``window`` is the tail, of ``model``."""
+        """Use ``window``, the tail of ``model``."""
         self._model, self._window = model, window
 
     @property

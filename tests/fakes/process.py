@@ -1,4 +1,4 @@
-"""A ring process that is told what to say: strict about the order of commands, so that a mistake shows."""
+"""A scripted ring process, strict about the order of commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = Status(steps=3, rows=4, compute_s=0.5, hop_s=[], rss_bytes=1, private_b
 class FakeRingProcess:
     """One process. It opens at once, unless ``holds_back``; ``die`` ends it."""
 
-    pid = 1  # nobody's priority is changed: tests run with nice 0
+    pid = 1  # no real priority changes: tests run with nice 0
 
     def __init__(self, number: int, *, holds_back: bool) -> None:
         self.number = number
@@ -55,7 +55,7 @@ class FakeRingProcess:
             self.report_line(Opened(f"tcp://127.0.0.1:{4000 + self.number}", self.keys[-1]))
 
     def report_line(self, event: RingEvent) -> None:
-        """Tell the daemon."""
+        """Send an event to the daemon."""
         self._events.put_nowait(event)
 
     def die(self, reason: str | PrimadError = "the ring process was ended by SIGABRT") -> None:
@@ -63,7 +63,7 @@ class FakeRingProcess:
         self._events.put_nowait(RingError(reason) if isinstance(reason, str) else reason)
 
     def listen(self, hear: Callable[[RingEvent], bool]) -> None:
-        """``events`` has them all, which is as much as is promised."""
+        """Ignored: ``events`` has all of them, and no more is promised."""
 
     async def events(self) -> AsyncIterator[RingEvent]:
         while True:
@@ -85,14 +85,14 @@ class FakeRingProcess:
         return [command for command in self.commands if isinstance(command, kind)][-1]
 
     async def ended(self) -> None:
-        """Until the daemon has ended it."""
+        """Wait until the daemon has ended it."""
         async with self._news:
             await self._news.wait_for(lambda: self.closed)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a process was started."""
+    """The arguments with which a process was started."""
 
     log: Path
     threads: int
@@ -100,7 +100,7 @@ class Start:
 
 
 class FakeProcesses:
-    """In place of ``RingProcess`` in a module of the daemon: ``start`` makes a ``FakeRingProcess``."""
+    """Replaces ``RingProcess`` in a module of the daemon: ``start`` makes a ``FakeRingProcess``."""
 
     def __init__(self) -> None:
         self.all: list[FakeRingProcess] = []
@@ -117,16 +117,16 @@ class FakeProcesses:
         return process
 
     async def started(self, count: int) -> FakeRingProcess:
-        """The ``count``-th process, once there are so many."""
+        """The ``count``-th process, once there is one."""
         await self.wait(lambda: len(self.all) >= count)
         return self.all[count - 1]
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition`` holds; asked when a process starts."""
+        """Wait until ``condition`` holds; checked when a process starts."""
         async with self._news:
             await self._news.wait_for(condition)
 
     @property
     def alive(self) -> list[FakeRingProcess]:
-        """Those that were not ended."""
+        """The processes that were not ended."""
         return [process for process in self.all if not process.closed]

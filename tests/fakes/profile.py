@@ -1,4 +1,4 @@
-"""A believable device, for tests that need one without measuring anything."""
+"""A plausible device, for tests that need one without measuring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BITS = {"Q4_K": 4.5, "Q6_K": 6.5625, "Q4_1": 5.0, "Q8_0": 8.5, "F16": 16.0}
 
 
 def speeds(read_bytes_per_s: float, flop_per_s: float) -> tuple[TypeSpeed, ...]:
-    """Types that all reach the same share of what memory and arithmetic give."""
+    """Speeds of all types, each at the same share of memory bandwidth and arithmetic rate."""
     return tuple(
         TypeSpeed(
             type=kind,
@@ -67,11 +67,12 @@ PROFILE = DeviceProfile(
 
 
 SEEDED_CPU = replace(CPU, threads=1, batch_threads=1)
-"""One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it."""
+"""One thread, since the devices of a test's ring share the machine's cores with other tests."""
 
 
 def machine_record(threads: int | None, speed: float = 1.0, others_cores: float = 0.0) -> MachineRecord:
-    """A record of this machine with made-up figures, for ``threads`` pinned threads; ``speed`` times as fast as others."""
+    """A record of this machine with invented figures, for ``threads`` pinned threads, at ``speed`` times the usual
+    speed."""
     return MachineRecord(
         version=VERSION,
         measured="2026-01-02T03:04:05Z",
@@ -88,14 +89,14 @@ def machine_record(threads: int | None, speed: float = 1.0, others_cores: float 
 
 
 def home_record() -> HomeRecord:
-    """A record of a file system of this machine with made-up figures."""
+    """A record of a file system of this machine with invented figures."""
     return HomeRecord(version=VERSION, measured="2026-01-02T03:04:05Z", host=host_id(), is_quick=False, disk=DISK)
 
 
 def seed(home: Path, speed: float = 1.0) -> Path:
-    """Have this machine and ``home`` count as measured, whatever the pinned threads; the file in ``home``.
+    """Mark this machine and ``home`` as measured, for any number of pinned threads; the file in ``home``.
 
-    With a ``speed`` above 1 it counts as so many times as fast as others.
+    The machine counts as ``speed`` times as fast as others.
     """
     for threads in (None, *range(1, 9)):
         write(machine_record(threads, speed), home_record(), home)
@@ -104,9 +105,9 @@ def seed(home: Path, speed: float = 1.0) -> Path:
 
 
 class KnownProfile(OwnProfile):
-    """A profile that ``of`` gives, measured as soon as ``measured`` is set, as it is at first; ``used`` from then on.
+    """The profile returned by ``of``, measured once ``measured`` is set, as it is at first.
 
-    It is measured better once ``refined`` is set.
+    ``used`` is set when refining starts; refining ends once ``refined`` is set.
     """
 
     def __init__(self, of: Callable[[str], DeviceProfile]) -> None:

@@ -1,4 +1,4 @@
-"""A wire between a head and a worker whose connections can be reset, with what is on its way."""
+"""A wire between a head and a worker whose connections can be reset, with the data in flight."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal, Self
 
 HOST = "127.0.0.1"
 RESETS = struct.pack("ii", 1, 0)
-"""Linger of no time: a socket that is closed so says RST and drops what it still has."""
+"""A linger time of zero: closing such a socket sends RST and drops unsent data."""
 
 Way = Literal["there", "back"]
 
 
 class Relay:
-    """Passes on what comes to ``port``; of the way ``swallow`` nothing arrives, though it is taken."""
+    """Relays connections from ``port``; in the direction ``swallow`` data is accepted but never delivered."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -37,16 +37,16 @@ class Relay:
         self.reset()
 
     def swallow(self, way: Way) -> None:
-        """From now on, and until ``reset``, nothing arrives that goes this way."""
+        """From now until ``reset``, deliver nothing in this direction."""
         self._swallowed, self._swallowed_bytes = way, 0
 
     async def swallows(self, count: int) -> None:
-        """Until so many bytes were taken and did not arrive."""
+        """Wait until ``count`` bytes were accepted and not delivered."""
         async with self._news:
             await self._news.wait_for(lambda: self._swallowed_bytes >= count)
 
     def reset(self) -> None:
-        """Reset every connection; new ones are passed on."""
+        """Reset every connection; new ones are relayed."""
         self._swallowed = None
         writers, self._writers = self._writers, []
         for writer in writers:

@@ -1,4 +1,4 @@
-"""What the head's daemon does about KV cells, in one variable: it notes what is kept, has it moved, and has it forgotten."""
+"""The KV replication of a head's daemon in one variable: it notes kept blocks, and has them moved and forgotten."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.fakes.ring import FakeRing
 
 
 class FakeReplica:
-    """The chains of the generations that are not over."""
+    """The chains of unfinished generations."""
 
     def __init__(self) -> None:
         self.chains: dict[int, list[KvBlock]] = {}
 
     def note(self, event: KvKept | KvForgotten, shelves: Iterable[FakeKvWriter]) -> None:
-        """Do what follows from an event of the ring whose devices have ``shelves``."""
+        """Apply an event of the ring whose devices have ``shelves``."""
         match event:
             case KvKept(request=request, blocks=blocks):
                 assert blocks
@@ -36,11 +36,12 @@ class FakeReplica:
                     kv_writer.forget(set(keys) - leased)
 
     def give(self, generate: Generate) -> None:
-        """``generate`` is for the ring now, with the blocks that it brings."""
+        """Submit ``generate``, with its blocks, to the ring."""
         self.chains[generate.request] = list(generate.blocks)
 
     def move(self, ring: FakeRing, others: Iterable[FakeKvWriter]) -> None:
-        """``ring`` is new: its devices get what they lack from each other and from ``others``; what is lacking is cut."""
+        """Switch to ``ring``: its devices fetch missing blocks from each other and from ``others``; chains are cut
+        at gaps."""
         shelves, sources = ring.shelves, [*ring.shelves, *others]
         for request, chain in self.chains.items():
             for kv_writer, layers in zip(shelves, ring.layers, strict=True):

@@ -1,4 +1,4 @@
-"""The calls that a reader tells in parts, joined."""
+"""Joins the calls that a reader reports in parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from primad.api.answering.calls.events import TextPiece
 
 CUT = "..."
-"""Behind the arguments of a call that is not whole; those are text."""
+"""Appended to the arguments of an incomplete call, which stay text."""
 
 
 def calls_in(reported: Iterable[TextPiece]) -> list[tuple[str, Any]]:
-    """Each call by name, with its arguments as a value if they are whole."""
+    """Each call by name, with its arguments as a value if they are complete."""
     found: list[tuple[str, str]] = []
     whole: list[bool] = []
     for part in (part for each in reported for part in each.calls):

@@ -1,8 +1,8 @@
-"""A whole ring in one variable: a head and its workers, with a queue for every link instead of a socket.
+"""A whole ring in one variable: a head and its workers, with a queue instead of a socket for every link.
 
-Messages cross a link as the bytes that a socket would carry and are judged with ``decode_route`` on arrival. Which core
-moves next is decided by a random generator: every link keeps its order and nothing else is promised. A device may have taken
-what is to be skipped before it computes what came earlier, or not.
+Messages cross a link as the bytes that a socket would carry and are judged with ``decode_route`` on arrival. A random
+generator decides which core moves next: links keep their order, and nothing else is guaranteed. A device may or may not
+process skips before it computes earlier steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def never(_: int) -> bool:
 
 
 def begins_message(token: int) -> bool:
-    """Whether ``token`` is one of those that stand for the beginning of a message."""
+    """Whether ``token`` is one of the tokens that begin a message."""
     return token < 8
 
 
@@ -63,7 +63,7 @@ def generate(
     replays_rows: bool = True,
     chunks: ChunkSize | None = None,
 ) -> Generate:
-    """A generation of ``tokens`` tokens at most, of which an earlier ring has ``sampled`` some and kept ``blocks``."""
+    """A generation of at most ``tokens`` tokens, of which an earlier ring has ``sampled`` some and kept ``blocks``."""
     return Generate(
         request=request,
         prompt=list(prompt),
@@ -79,13 +79,12 @@ def generate(
 
 
 class FakeRing:
-    """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
+    """``rounds[r][d]`` layers for device ``d`` in round ``r``, then ``tail`` for the head; device 0 is the head.
 
-    Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
-    that have ``minimum`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its
-    ``layers``. With ``states``, of which so many are kept, no cells can be cut back; with ``state_rows`` they go on with a
-    state alone. With an odd ``seed`` masks are late. A
-    ``predictor`` drafts from the states that the tail leaves.
+    Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Prompt chunks of
+    at least ``minimum`` rows end before a token that ``begins_message``. Each device has a KV writer for its
+    ``layers``. With ``states``, the number that are kept, the KV cache cannot be cut back; with ``state_rows`` it needs
+    a state to continue. With an odd ``seed`` masks are late. A ``predictor`` drafts from the tail's states.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class FakeRing:
         self._random = random.Random(seed)
 
     def move(self) -> bool:
-        """Let one core take one message, or the head one turn; False when nothing moves any more."""
+        """Let one core take one message, or the head one turn; False if nothing moves any more."""
         ready = [device for device, link in enumerate(self.links) if link]
         movers = [*ready, None]
         self._random.shuffle(movers)
@@ -230,7 +229,7 @@ class FakeRing:
         return self.answer(request.request)
 
     def answer(self, request: int) -> tuple[list[int], Finished]:
-        """What was told about generation ``request``, which is over."""
+        """The tokens and the end of the finished generation ``request``."""
         reported = [
             event for event in self.events if isinstance(event, Sampled | Finished) and event.request == request
         ]
@@ -240,11 +239,10 @@ class FakeRing:
         return [event.token for event in sampled if isinstance(event, Sampled)], finished
 
     def reported(self, request: int) -> int:
-        """How many events there were of ``request``."""
+        """The number of events of ``request``."""
         return sum(isinstance(event, Sampled | Finished) and event.request == request for event in self.events)
 
     def cancel(self, request: int) -> None:
-        """Cancel a generation."""
         self.head.cancel(Cancel(request))
 
     def _turn(self) -> bool:
@@ -283,7 +281,7 @@ class FakeRing:
         self.links[(device + 1) % len(self.links)].append((encode(step), hidden.tobytes()))
 
     def _overtake(self, device: int, skip: Skip) -> None:
-        if self._random.random() < 0.9:  # it need not arrive
+        if self._random.random() < 0.9:  # it may fail to arrive
             self.links[(device + 1) % len(self.links)].append((encode(skip), b""))
 
     def _skip(self, device: int, skip: Skip) -> None:
@@ -292,11 +290,11 @@ class FakeRing:
             self._overtake(device, skip)
 
     def _take_skips(self, device: int) -> None:
-        """Take all that has come, and compute nothing yet."""
+        """Take all waiting skips, and compute nothing yet."""
         waiting = list(self.links[device])
         self.links[device].clear()
         for header, payload in waiting:
-            # What has a payload is a step, which is judged when it is computed.
+            # A message with payload is a step, which is judged when it is computed.
             message = None if payload else decode_route(header, len(payload), self.limits[device])
             if isinstance(message, Skip):
                 self._skip(device, message)

@@ -1,4 +1,4 @@
-"""What a head decides with and acts on, in place of the solver, of rings and of multicast: strict, and led by a test."""
+"""Fakes of the solver, the rings and multicast, on which a head decides and acts: strict, and scripted by a test."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ LAYERS = 30
 
 
 class FakeSolver:
-    """In place of ``solve_in_process``: every device offered gets layers, if there are at least ``minimum`` of them.
+    """Replaces ``solve_in_process``: every offered device gets layers, if there are at least ``minimum`` devices.
 
-    ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
-    ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers,
-    ``shared`` which of them had other models;
-    ``prediction`` is what each plan forecasts. With ``cut`` the links to the first device do not work: the others are left
-    out, and no plan has those that are required.
+    ``value`` gives the objective for a number of devices, ``layers`` the layers of a worker's window (default 1), and
+    ``prediction`` the forecast of each plan. From the last question, ``memory`` has each device's available bytes,
+    ``step_s`` its cost per window besides layers, and ``shared`` the devices with other models. With ``cut`` the links
+    to the first device do not work: the others are left out, and required ones make the plan fail.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class FakeSolver:
         self._news = asyncio.Condition()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition`` holds; asked with every question."""
+        """Wait until ``condition`` holds; checked with every question."""
         async with self._news:
             await self._news.wait_for(condition)
 
@@ -77,7 +76,7 @@ class FakeSolver:
 
 
 def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) -> Plan:
-    """A layer, or as many as ``layers`` says, for each of ``names``, the rest for the first."""
+    """One layer, or the number in ``layers``, for each of ``names``; the rest for the first."""
     head, *others = names
     route, first = list[Window](), 0
     for name in [head, *others]:
@@ -89,7 +88,7 @@ def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) 
 
 
 class FakeRing:
-    """In place of ``HeadRing``; made by ``FakeRings``."""
+    """Replaces ``HeadRing``; made by ``FakeRings``."""
 
     def __init__(self, inputs: RingInputs, rings: FakeRings) -> None:
         self.inputs, self._rings = inputs, rings
@@ -133,7 +132,6 @@ class FakeRing:
 
     @property
     def workers(self) -> set[str]:
-        """The names of the workers in it."""
         return set(self.inputs.devices.workers)
 
     async def form(self) -> None:
@@ -181,20 +179,20 @@ class FakeRing:
         return [command for command in self.reported if isinstance(command, Generate)]
 
     def draw(self, request: int, *tokens: int) -> None:
-        """It drew ``tokens`` for ``request``."""
+        """Report ``tokens`` as sampled for ``request``."""
         for token in tokens:
             self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
 
     def keep(self, request: int, *blocks: KvBlock) -> None:
-        """All its devices keep ``blocks`` of ``request``."""
+        """Report that all devices keep ``blocks`` of ``request``."""
         self.inputs.listener.kv_changed(self.epoch, KvKept(request=request, blocks=list(blocks)))
 
     def forget(self, *blocks: KvBlock) -> None:
-        """It needs ``blocks`` no more."""
+        """Report that ``blocks`` are no longer needed."""
         self.inputs.listener.kv_changed(self.epoch, KvForgotten(keys=[block.key for block in blocks]))
 
     def finish(self, request: int, tokens: int = 1) -> None:
-        """``request`` is over, after so many ``tokens``."""
+        """Finish ``request`` after ``tokens`` tokens."""
         end = Finished(
             request=request,
             reason="stop",
@@ -207,16 +205,16 @@ class FakeRing:
         self.inputs.listener.deliver(self.epoch, end)
 
     def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
-        """It cannot go on."""
+        """Break the ring."""
         self.broken_by = RingError(reason) if isinstance(reason, str) else reason
         self.inputs.listener.broken(RingFailed(self.epoch, device, str(reason), lasting))
 
 
 class FakeRings:
-    """In place of the class ``HeadRing``; keeps all rings, by epoch.
+    """Replaces the class ``HeadRing``; keeps all rings, by epoch.
 
-    ``errors`` are what the next rings fail for when they are formed; with ``holds_back`` a ring forms when the test says;
-    they keep KV cells or not.
+    The next rings fail to form with ``errors``; with ``holds_back`` a ring forms when the test allows it. ``keeps``:
+    whether they keep KV blocks.
     """
 
     def __init__(self) -> None:
@@ -246,7 +244,7 @@ class FakeRings:
 
 
 class FakeDiscovery:
-    """In place of ``Discovery``: the test says who is in sight."""
+    """Replaces ``Discovery``: the test decides which devices are in sight."""
 
     def __init__(self) -> None:
         self._changed: Callable[[dict[str, Peer]], None] | None = None
@@ -269,13 +267,13 @@ class FakeDiscovery:
         return name
 
     async def set_pairing(self, number: int, port: int | None) -> None:
-        """Codes are announced to nobody here."""
+        """Does not announce pairing codes."""
 
     async def close(self) -> None:
         self._changed = None
 
     def sees(self, device: FakeDevice, /, at: str | None = None, **changes: Any) -> None:
-        """``device`` comes in sight, or announces something else, in mDNS as ``at``."""
+        """``device`` appears, or changes its announcement, under the mDNS name ``at``."""
         fields: dict[str, Any] = {
             "device": device.name,
             "cluster": "test",
@@ -291,7 +289,7 @@ class FakeDiscovery:
         self._notify()
 
     def misses(self, device: FakeDevice) -> None:
-        """``device`` is not announced any more."""
+        """``device`` is no longer announced."""
         del self._peers[device.name]
         self._notify()
 

@@ -1,4 +1,4 @@
-"""A fetch that waits for some sources no longer, and for all others as long as it takes."""
+"""Fetches that give up at once on some sources and wait arbitrarily long for others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primad.settings.timings import LayerTimings
 
 
 def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every silence of a source whose key is in the set counts as a stall, no other one does."""
+    """Silence counts as a stall only for sources whose key is in the returned set."""
     stalling: set[str] = set()
     begin, wait = SourceLink.__init__, SourceLink.answer
     keys: dict[SourceLink, str] = {}

@@ -1,4 +1,4 @@
-"""What a ring says of itself, as plain data."""
+"""The status of a ring as plain data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def device(
 def ring(
     *devices: DeviceStatus, epoch: int = 4, predicted: RingForecast | None = None, **others: str
 ) -> dict[str, Any]:
-    """The ring of ``devices``; ``others`` are phases of devices that the head knows."""
+    """The ring of ``devices``; ``others`` are phases of devices known to the head."""
     return {
         "epoch": epoch,
         "rounds": 2,

@@ -1,7 +1,7 @@
-"""The fake ring under a simulated clock: what drafts win and cost, the same on every machine.
+"""The fake ring with a simulated clock: the gain and cost of drafts, the same on every machine.
 
-A device computes one visit at a time, which takes as long as its rows cost; a message is ``hop_s`` on its way. What is to be
-skipped is taken before what waits is computed, as a real device does, and what it names takes no time.
+A device computes one visit at a time, which takes as long as its rows cost; a message takes ``hop_s``. Skips are
+processed before waiting steps are computed, as on a real device, and skipped steps take no time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from primad.system.wire import encode
 from tests.fakes.ring import FakeRing
 
 WAKES_S = 0.001
-"""A head that waits for drafts looks for them so often."""
+"""The interval at which a waiting head looks for drafts."""
 
 
 class TimedRing(FakeRing):
-    """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows, and the
+    """A ring in which a visit of n rows takes ``visit_s`` times ``costs[n - 1]`` (the last one for more rows), and a
     visit to window i ``shares[i]`` times that (all 1 by default).
 
-    A call of its predictor takes ``predicts_s``. The head's own visits take ``busy`` times as long while its drafter works.
-    ``reported_s`` is when each token was told.
+    A call of its predictor takes ``predicts_s``. The head's own visits take ``busy()`` times as long, for a drafter
+    that uses its cores. ``reported_s`` has the time of each reported token.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class TimedRing(FakeRing):
         return timed
 
     def finish(self) -> float:
-        """Run until everything is quiet; the seconds from the first token told to the last."""
+        """Run until everything is quiet; the seconds from the first reported token to the last."""
         while self._next():
             pass
         assert self.scheduler.is_idle, "the ring went quiet with work left"
         return self.reported_s[-1] - self.reported_s[0]
 
     def _next(self) -> bool:
-        """Let the device move that can first: the head takes what has come before it computes."""
+        """Let the device that can move first do so; the head receives messages before it computes."""
         self.now_s = self._free_s[0]
         self._take(0)
         if self._head_turn():
@@ -97,7 +97,7 @@ class TimedRing(FakeRing):
         return True
 
     def _head_turn(self) -> bool:
-        """A turn of the head at its own time, unless another device would move before and could reach it."""
+        """Let the head take a turn, unless another device would move earlier and could affect it."""
         others = [max(self._free_s[i], each[0][0]) for i, each in enumerate(self._due_s) if each and i]
         if others and min(others) < self.now_s:
             return False
@@ -116,7 +116,7 @@ class TimedRing(FakeRing):
         return True
 
     def _take(self, device: int) -> None:
-        """Take all that has come to ``device`` by now: the head its steps, others what is to be skipped."""
+        """Take all messages that reached ``device`` by now: steps on the head, skips on others."""
         for message in [each for each in self._due_s[device] if each[0] <= self.now_s]:
             if device and message[2]:
                 continue  # a step, which is judged when it is computed

@@ -1,4 +1,4 @@
-"""Model files that are a vocabulary alone, in which every byte is a token: enough for a tokenizer and a chat template."""
+"""Model files with just a vocabulary of one token per byte: enough for a tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
 def _byte_texts() -> list[str]:
-    """The characters by which GPT-2 writes the 256 bytes."""
+    """The characters with which GPT-2 writes the 256 bytes."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
 
 
 def write_vocabulary(path: Path, *, pre: str = "gpt-2", merges: Sequence[str] = ()) -> Path:
-    """A file at ``path`` whose texts are cut by llama.cpp's pre-tokenizer ``pre``."""
+    """Write a model file to ``path`` whose text is split by llama.cpp's pre-tokenizer ``pre``."""
     tokens = [*_byte_texts(), *(merge.replace(" ", "") for merge in merges), *MARKERS]
     kinds = [int(gguf.TokenType.NORMAL)] * (len(tokens) - len(MARKERS)) + [int(gguf.TokenType.CONTROL)] * len(MARKERS)
     writer = gguf.GGUFWriter(path, "llama")
@@ -28,7 +28,7 @@ def write_vocabulary(path: Path, *, pre: str = "gpt-2", merges: Sequence[str] = 
     writer.add_feed_forward_length(64)
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("whitespace" if pre == "whitespace" else "gpt2")  # the one asserts that blanks are gone
+    writer.add_tokenizer_model("whitespace" if pre == "whitespace" else "gpt2")  # the first asserts no blanks left
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)

@@ -1,4 +1,4 @@
-"""Notices when an event loop stands: whatever grows with a request belongs elsewhere, or has to be done some at a time."""
+"""Detects a blocked event loop: work that grows with a request belongs elsewhere, or must be done in parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_S = 0.05
 
 @contextmanager
 def watched_loop() -> Iterator[list[str]]:
-    """Each callback of a loop that takes longer than ``MAX_S`` meanwhile. It counts the processor time of the loop's
-    thread, so that a busy machine changes nothing."""
+    """The callbacks that take longer than ``MAX_S``. The processor time of the loop's thread counts, so a busy
+    machine changes nothing."""
     late: list[str] = []
     run = asyncio.Handle._run
 
@@ -29,7 +29,7 @@ def watched_loop() -> Iterator[list[str]]:
             late.append(f"{took * 1e3:.0f} ms in {handle!r}")
 
     gc.collect()
-    gc.freeze()  # what is here already, the tests' own things, is not looked through again
+    gc.freeze()  # exclude existing objects, those of the tests, from collections
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio.Handle, "_run", timed)

@@ -1,4 +1,4 @@
-"""Bytes and values that a stranger might send, and what may become of them."""
+"""Arbitrary bytes and values from a stranger, and the allowed outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ numbers = st.one_of(st.integers(-2, 40), st.integers(-(1 << 63), (1 << 64) - 1))
 
 
 def outcome(decode: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``decode`` gives, or the text of its ``ProtocolError``; no other exception is caught."""
+    """The result of ``decode``, or the text of its ``ProtocolError``; other exceptions propagate."""
     try:
         return decode(*arguments)
     except ProtocolError as exc:
@@ -34,7 +34,7 @@ def outcome(decode: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def assert_one_line(text: Any) -> None:
-    """``text`` can be shown to people as it is."""
+    """Check that ``text`` can be shown to people as it is."""
     assert isinstance(text, str)
     assert text.isprintable()
     assert len(text) < 500
