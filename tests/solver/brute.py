@@ -1,10 +1,9 @@
-"""Every plan of a small question, tried: the answer that the integer program must give.
+"""Brute force over all plans of a small question: the answer that the integer program must give.
 
-Written apart from the solver: its own sums from the costs of ``instance.py``, all ways to share out layers one by one, no
-bounds but one: a way of which even what it computes takes longer than the best one found is not looked at further. Of two
-ways to hold the same layers on a device, one that is worse in every respect is dropped, which loses nothing. How much is
-read ahead is no whole number: for each way that is left a small program finds the best. Each device has a machine of its
-own.
+Independent of the solver: it has its own sums of the costs in ``instance.py`` and enumerates all splits of layers. Its
+only bound: a way whose computing alone takes longer than the best plan found is skipped. Of two ways to hold the same
+layers on a device, one that is worse in every respect is dropped, which loses nothing. Read-ahead is continuous: for
+each remaining way a small linear program finds the best. Each device has its own machine.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from halda import Instance, Objective, Plan, Streaming, Window, cost
 
 CLOSE = 1e-9
 UNIT = 1e6
-"""Bytes of the small program's unit, a megabyte."""
+"""The unit of bytes in the small program: a megabyte."""
 MS = 1e3
-"""Its times are milliseconds."""
+"""The unit of time in it: milliseconds."""
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of decode or of a chunk: seconds of all layers, of what is sure to add to reading, of the tail."""
+    """Seconds of decode or of a chunk: of all layers, of the part that never overlaps with reading, and of the tail."""
 
     compute_s: float
     rest_s: float
     tail_s: float
     edge_s: float
     layers_s: float
-    """Of the layers on the CPU."""
+    """Seconds of the layers on the CPU."""
     spare: int
     picked: tuple[float, ...]
-    """Of the experts of groups of equal size, those that are picked least first, what is read if they stream."""
+    """For groups of equally many experts, least picked first, the share of streamed bytes that is read."""
 
     def read(self, streamed: float, maximum: float) -> float:
-        """What is read of what is ``streamed``, of ``maximum`` that may be."""
+        """The bytes read if ``streamed`` of at most ``maximum`` bytes stream."""
         left, read = max(0.0, streamed - self.spare), 0.0
         for picked in self.picked:
             of_group = min(left, maximum / len(self.picked))
@@ -54,8 +53,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A window on a member, with so many layers on its CPU and each GPU: bytes, and seconds of decode and of a chunk on the
-    CPU and besides."""
+    """A window on a member, with a number of layers on its CPU and on each GPU: bytes, and seconds of decode and of
+    a chunk, on the CPU and elsewhere."""
 
     cpu: int
     uses_cpu: bool
@@ -67,12 +66,12 @@ class Part:
     cpu_s: tuple[float, float]
     rest_s: tuple[float, float]
     laps: tuple[tuple[float, int], ...]
-    """Of each window: seconds of a chunk, and the experts that are in RAM."""
+    """For each window the seconds of a chunk and the bytes of experts in RAM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way for a device to hold its layers: ``over`` bytes do not fit, of ``maximum`` that may stream."""
+    """One way for a device to hold its layers: ``over`` bytes do not fit; at most ``maximum`` may stream."""
 
     decode: Times
     chunk: Times
@@ -89,13 +88,13 @@ class Option:
     tail_experts_on_cpu: int
     output_on_gpu: bool
     regular: bool
-    """Whether the tail has about as many layers on the CPU as each window, or there is none."""
+    """Whether there is no tail, or it has about as many layers on the CPU as each window."""
     stop_share: float
-    """What of the layers on the CPU a stop with the tail and one window has."""
+    """The share of the layers on the CPU in a stop with the tail and one window."""
     steps: tuple[tuple[float, int, int], ...]
     layers: int
     laps: tuple[tuple[float, int], ...]
-    """Of each window and the tail: seconds that it computes for a chunk, and what of it may stream."""
+    """For each window and the tail, the computing seconds of a chunk and the bytes that may stream."""
 
     @property
     def streams(self) -> bool:
@@ -104,7 +103,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an option costs with the least read ahead: of decode and of a chunk, seconds of all windows and of reading."""
+    """Costs of an option with minimum read-ahead: seconds of all windows and of reading, for decode and for a chunk."""
 
     read_ahead: int
     decode_s: float
@@ -115,7 +114,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """All of a plan but how much is read ahead: members in ring order, rounds, boundaries of a round and of the tail."""
+    """A plan without its read-ahead: members in ring order, rounds, cuts within a round and before the tail."""
 
     members: tuple[int, ...]
     rounds: int
@@ -135,7 +134,7 @@ class Hops:
 
 
 class Brute:
-    """The best plan by trying all."""
+    """The best plan by exhaustive search."""
 
     def __init__(self, instance: Instance, objective: Objective) -> None:
         self._instance, self._objective = instance, objective
@@ -161,7 +160,7 @@ class Brute:
         self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(model, instance.workload) + self._buffer
 
     def best(self) -> tuple[float, Plan] | None:
-        """The smallest objective in seconds and its plan; None when nothing fits."""
+        """The smallest objective in seconds and its plan; None if nothing fits."""
         found: tuple[float, Way, list[float]] | None = None
         ways = [(self._floor(way), i, False, way) for i, way in enumerate(self._ways())]
         heapify(ways)
@@ -221,7 +220,7 @@ class Brute:
     def _find_options(
         self, m: int, ranges: tuple[tuple[int, int], ...], tail: tuple[int, int] | None, ring: int
     ) -> list[Option]:
-        """How member ``m`` may hold these layers, without what is worse in every respect."""
+        """The options of member ``m`` for these layers, without those that are worse in every respect."""
         member = self._instance.members[m]
         width = ranges[0][1] - ranges[0][0] if ranges else 0
         tail_width = tail[1] - tail[0] if tail else 0
@@ -244,8 +243,8 @@ class Brute:
         return [option for _, option in kept]
 
     def _splits_of(self, m: int, ranges: tuple[tuple[int, int], ...], width: int) -> list[tuple[tuple[int, ...], int]]:
-        """How many layers of such windows may be on each GPU, and of how many of them the experts on the CPU, as far as GPUs
-        have room for these layers alone."""
+        """The possible numbers of layers on each GPU, and of those whose experts are on the CPU, as far as these
+        layers alone fit into the GPUs."""
         limits = self._instance.members[m].vram_limits
         return [
             (gpus, experts_on_cpu)
@@ -255,13 +254,13 @@ class Brute:
         ]
 
     def _apart(self, on_gpu: int) -> range:
-        """Of how many layers on a GPU the experts may be on the CPU."""
+        """The possible numbers of layers on a GPU with experts on the CPU."""
         if not self._by_expert or self._instance.experts == "gpu":
             return range(1)
         return range(on_gpu if self._instance.experts == "cpu" else 0, on_gpu + 1)
 
     def _figures(self, option: Option) -> tuple[float, ...]:
-        """What is better when it is smaller, for the objective; equal where another tail would change what is counted."""
+        """Figures that are better if smaller, for the objective; those that must be equal appear with both signs."""
         found = [option.output_s, float(max(option.over, 0))]
         if self._objective != "ttft":
             found += [option.decode.compute_s] + [option.decode.rest_s] * (not self._by_expert)
@@ -287,7 +286,7 @@ class Brute:
         of_tail: tuple[tuple[int, ...], int],
         output_on_gpu: bool,
     ) -> Option | None:
-        """``of_window`` and ``of_tail`` are layers on each GPU, and of how many of them the experts are on the CPU."""
+        """``of_window`` and ``of_tail``: layers on each GPU, and the number of those with experts on the CPU."""
         instance, member = self._instance, self._instance.members[m]
         parts = [self._windows(m, ranges, *of_window)] if ranges else []
         parts += [self._parts(m, *tail, *of_tail)] if tail else []
@@ -315,7 +314,7 @@ class Brute:
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + sum(member.in_ram(vrams)) - member.ram_limit
         if offloads and over > 0:
-            return None  # what streams would travel twice
+            return None  # streamed layers would travel twice
         maximum = sum(part.streamable for part in parts)
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
@@ -405,7 +404,8 @@ class Brute:
         )
 
     def _find_steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
-        """Shares that may stream with what is then read ahead: a part, what is read while a layer is computed; two."""
+        """Shares that may stream, with the read-ahead that each needs: a part and what is read while a layer
+        computes, or two parts."""
         if self._by_expert:
             return ((1.0, 0, 0),)
         member, largest = self._instance.members[m], max(self._sizes)
@@ -434,7 +434,7 @@ class Brute:
         return Hops(hops, chunk_hops, link, chunk_link)
 
     def _min_read_ahead(self, option: Option) -> int | None:
-        """The least that may be read ahead; None where it does not fit."""
+        """The minimum read-ahead; None if it does not fit."""
         if not option.streams:
             return 0
         if not option.regular:
@@ -463,7 +463,7 @@ class Brute:
         return Held(read_ahead, *both)
 
     def _floor(self, way: Way) -> float:
-        """At least so long, seen quickly: all windows and hops one after the other."""
+        """A quick lower bound: all windows and hops one after the other."""
         hops = self._hops(way.members, way.rounds)
         token_s, first_s = hops.one, hops.chunk
         for option in way.options:
@@ -478,7 +478,7 @@ class Brute:
         return self._priced(way, waits=way.rounds == 1)
 
     def _priced(self, way: Way, *, waits: bool) -> float:
-        """The objective of ``way`` with the least read ahead; without ``waits`` a bound for more of it."""
+        """The objective of ``way`` with minimum read-ahead; without ``waits`` a lower bound for any read-ahead."""
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
         token_s, read_s, busy_s = hops.one, 0.0, hops.link
         tail, windows, trains, reading = way.options[0].chunk.tail_s, [], [], 0.0
@@ -509,10 +509,10 @@ class Brute:
         return self._value(token_s, first + sum(option.output_s for option in way.options), period)
 
     def _picked_s(self, way: Way, n: int) -> float:
-        """When all ``n`` chunks are through that read nothing ahead; each device has a machine of its own.
+        """The time until all ``n`` chunks are through if nothing is read ahead; each device has its own machine.
 
-        A device begins a round when the first chunk has come and the last one of its round before is done. From there on
-        chunks are as far apart as the slowest stop or link makes them, or all hops through the air that they share.
+        A device begins a round when the first chunk has arrived and its previous round is done. From then on chunks are
+        spaced by the slowest stop or link, or by all hops that share the air.
         """
         instance, members = self._instance, way.members
         rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
@@ -555,10 +555,10 @@ class Brute:
                 return first + self._instance.workload.answer_tokens * token
 
     def _settled(self, way: Way) -> tuple[float, list[float]] | None:
-        """The objective of ``way`` with the best of what may be read ahead, in bytes by device; None where nothing fits."""
+        """The objective of ``way`` with the best read-ahead, in bytes per device; None if nothing fits."""
         no_prompt = way.rounds == 1 and self._objective in ("latency", "throughput")
         if no_prompt or self._by_expert or not any(option.streams for option in way.options):
-            # What is read ahead saves nothing here: as little as can be is the best.
+            # Read-ahead saves nothing here, so the minimum is best.
             return self._priced(way, waits=True), [float(self._min_read_ahead(option) or 0) for option in way.options]
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
@@ -573,7 +573,7 @@ class Brute:
             else self._waits(problem, f"decode_{i}", option.decode, k, held[i], ms[i], slows[i])
             for i, option in enumerate(way.options)
         ]
-        # Of the head without its tail, which is by itself; of one chunk, and of one of many that follow each other.
+        # Of the head without its tail, which is separate: for a single chunk, and for one in a train of chunks.
         chunk, busy = (
             [problem.add_variable(f"{name}_{i}", 0) for i in range(len(way.options))] for name in ("chunk", "busy")
         )
@@ -594,7 +594,7 @@ class Brute:
         problem += token >= passing
         for i, option in enumerate(way.options):
             if i and k > 1 and held[i] is not None:
-                # k - 1 rounds without the tail, and this device's stop, are as long as it reads what was not there.
+                # Reading of missing bytes overlaps with k - 1 rounds without the tail and with this device's stop.
                 read = held[i][0] - option.decode.spare / UNIT - held[i][1]
                 rounds = (passing - decode[0]) * (1 / k) + short
                 problem += token - passing >= read * ms[i] - (k - 1) * rounds - decode[i] * (1 / k)
@@ -652,9 +652,10 @@ class Brute:
         return window
 
     def _chunk_stops(self, option: Option, k: int, is_head: bool) -> list[tuple[int, float, float, float, float]]:
-        """Stops of a chunk: how many alike, seconds of computing, what of them adds to reading, layers, share read.
+        """The stops of a chunk in groups: count, seconds of computing, of what never overlaps with reading, layers,
+        share read.
 
-        First all windows (of the head without its tail), then the head's tail where that is told from them.
+        First all windows (without the head's tail), then the head's tail if it is separate.
         """
         times = option.chunk
         windows, rest = times.compute_s - times.tail_s, times.rest_s
@@ -680,7 +681,7 @@ class Brute:
         ms: float,
         slows: float,
     ) -> None:
-        """At least so long are such stops of a chunk, and of one of n chunks that follow each other."""
+        """Bound the time of these stops from below, for a single chunk and for one in a train of ``n``."""
         stops, compute_s, rest_s, layers, share = part
         problem += following >= each
         problem += each >= compute_s * MS
@@ -701,7 +702,8 @@ class Brute:
     def _head_stops(
         self, problem: pulp.LpProblem, head: Option, k: int, held: tuple | None, ms: float, slows: float, both: object
     ) -> object:
-        """Milliseconds of one of the head's stops without the tail; ``both`` are at least all of them and that with it."""
+        """Milliseconds of a head stop without the tail; ``both`` is at least the sum of these and the one with the
+        tail."""
         times = head.decode
         window = (times.compute_s - head.output_s - times.tail_s) / k * MS
         besides = (times.tail_s + head.output_s) * MS
@@ -726,12 +728,13 @@ class Brute:
         return short
 
     def _held(self, problem: pulp.LpProblem, i: int, option: Option) -> tuple | None:
-        """What streams, is read ahead and streams in decode; in bytes, as expressions of megabytes."""
+        """Streamed bytes, read-ahead and bytes streamed in decode, as expressions in megabytes, and the chosen
+        step's read-ahead and width."""
         if not option.streams:
             return None
         read_ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
         streamed = read_ahead + (option.over + self._reserve) / UNIT
-        # Of each step what it needs, or what a later one does, or two parts and more.
+        # For each step: the read-ahead that it needs, or that a later one needs, or at least two parts.
         ways = [
             (share, other, other is None and wide)
             for j, (share, minimum, wide) in enumerate(option.steps)
@@ -791,7 +794,7 @@ class Brute:
 
 
 def _splits(count: int, gpus: int) -> Iterator[tuple[int, ...]]:
-    """All ways to have none to ``count`` layers on so many GPUs."""
+    """All ways to put at most ``count`` layers on the GPUs."""
     return (split for split in product(*[range(count + 1)] * gpus) if sum(split) <= count)
 
 
@@ -801,7 +804,8 @@ def _on_gpus(split: tuple[int, ...], experts_on_cpu: int) -> dict[str, object]:
 
 
 def _placed(first: int, last: int, split: tuple[int, ...], experts_on_cpu: int) -> tuple[range, list[range], range]:
-    """The layers of a window on the CPU, on each GPU (the first has the last), and those whose experts are on the CPU."""
+    """The layers of a window on the CPU and on each GPU (the first has the last ones), and those with experts on the
+    CPU."""
     on_gpus, end = [], last
     for count in split:
         on_gpus.append(range(end - count, end))

@@ -1,11 +1,12 @@
-"""A ring played event by event: it checks the closed form of ``evaluate.py`` and fleets larger than anyone here owns.
+"""An event simulator of a ring, which checks the closed form of ``evaluate.py``, also for fleets larger than anyone
+here owns.
 
-A window computes layer by layer, CPU layers first; one of which a part streams as soon as that is in memory, and lets it go
-when it is computed. The loader reads in the order of use whatever finds room, bytes of the next part too, over windows and
-tokens. A hop is the transfer, which occupies the link, and half the round trip. Of a layer that streams by expert what is
-picked is read when its turn has come, and it is computed then. Devices on one machine wait for each other's layers and
-reads. Steps are served in the order of their arrival; several sequences follow each other, each reads for itself. No formula
-is used here.
+A window computes layer by layer, CPU layers first; a partly streamed layer starts once it is in memory, and is released
+when it is computed. The loader reads in the order of use whatever fits, also parts of the next layer, across windows
+and tokens. A hop is the transfer, which occupies the link, and half the round trip. For a layer that streams by expert,
+the picked experts are read when its turn comes, before it is computed. Devices on one machine wait for each other's
+layers and reads. Steps are served in order of arrival; several sequences follow each other, and each reads for itself.
+No formula is used here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.solver.simulator_events import Fixture, Segment, SimulatedRing, Tally
 
 @dataclass(slots=True, kw_only=True)
 class DeviceUse(Tally):
-    """What one device does for a token, on average."""
+    """A device's work for a token, on average."""
 
     device: str
 
@@ -71,9 +72,9 @@ def simulate(plan: Plan, instance: Instance, *, tokens: int, sequences: int = 1)
 
 
 def simulate_prefill(plan: Plan, instance: Instance) -> float:
-    """Seconds from a typical prompt to its first token, the ring idle and all that is read ahead in memory before.
+    """Seconds from a typical prompt to its first token, with an idle ring and all read-ahead in memory.
 
-    All chunks enter at once; each reads anew what streams. Only the last one passes the output matrix.
+    All chunks enter at once; each reads streamed layers again. Only the last one passes the output matrix.
     """
     instance = instance.offloading(plan)
     head, times = instance.members[0], list[float]()
@@ -95,7 +96,7 @@ def _use(device: str, before: Tally, after: Tally, tokens: int) -> DeviceUse:
 
 
 def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
-    """The route as stops: in decode the tail window and the next token's first windows are one."""
+    """The route as stops; in decode the tail window and the next token's first windows are one stop."""
     members = {member.name: member for member in instance.members}
     stations = {name: i for i, name in enumerate(plan.devices)}
     uses_gpu = {
@@ -126,7 +127,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
 def _pieces(
     window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float
 ) -> list[Segment]:
-    """A window in pieces: ``step_s`` before the layers of which the CPU computes something, ``more_s`` with those behind."""
+    """A window in pieces: ``step_s`` before the layers computed by the CPU, ``more_s`` with those after them."""
     name = window.device
     all_layers = [layer for _, each in plan.windows_of(name) for layer in each.in_ram]
     maximum = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)

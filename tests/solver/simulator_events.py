@@ -1,12 +1,12 @@
-"""The ring as events in time: what is computed, read and sent when. ``simulator.py`` makes its input and reads its output.
+"""The ring as events in time: computing, reading and sending. ``simulator.py`` makes its input and reads its output.
 
-A ``Visit`` is what a device computes between receiving a hidden state and sending one: a window, or windows that follow each
-other on it, the tail and the next token's first window among them. Every device serves stops in the order of their
-arrival. In a ring nothing overtakes: steps enter in the order of their sequences and keep it, so each device serves all
-sequences at its first stop, then all at its second, and so on. That makes the order of use known from the start, and
-loaders read ahead in it without a draft. (A device must therefore always send to the same next one.)
+A ``Visit`` is a device's work between receiving a hidden state and sending one: a window, or consecutive windows on it,
+including the tail and the next token's first window. Every device serves stops in order of arrival. In a ring nothing
+overtakes: steps enter in the order of their sequences and keep it, so each device serves all sequences at its first
+stop, then all at its second, and so on. The order of use is therefore known from the start, and loaders read ahead in
+it without speculation. (A device must therefore always send to the same next one.)
 
-What a device computes and what it reads ahead are two processes, generators: each yields what it waits for.
+Computing and read-ahead are two processes per device, written as generators that yield what they wait for.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from heapq import heappop, heappush
 from typing import Final
 
 _NOTHING_S: Final = 1e-9
-"""What computing is slowed by less is not followed further."""
+"""Smaller slowdowns of computing are ignored."""
 _MIN_SHARE: Final = 1e-9
-"""Less of what may be read ahead is no room: sums of parts are not exact."""
+"""A smaller share of the read-ahead limit does not count as room, since sums of parts are inexact."""
 
 Resume = Callable[[], None]
 Process = Generator[Callable[[Resume], None], None, None]
-"""Yields what resumes it later."""
+"""Yields the function that will receive its resumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers that are computed without a break in ``seconds``; one of which a part streams is alone. ``ends`` the step.
+    """Layers computed without a break in ``seconds``; a partly streamed layer is alone. ``ends`` the step.
 
-    ``read_ahead_bytes`` of it are read ahead; ``picked_bytes`` are read of a layer that streams by expert, not before
-    the step has come to it.
+    ``read_ahead_bytes`` of it are read ahead; for a layer that streams by expert, ``picked_bytes`` are read once the
+    step has reached it.
     """
 
     layers: tuple[int, ...]
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What node ``station`` computes at once. A step enters the ring at piece ``entry`` of the first stop."""
+    """One visit at node ``station``. A step enters the ring at piece ``entry`` of the first stop."""
 
     station: int
     pieces: tuple[Segment, ...]
@@ -53,9 +53,9 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixture:
-    """What a node has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link.
+    """A node's resources: its machine's number, its read-ahead limit, its disk and its outgoing link.
 
-    Each second of reading makes what the machine computes meanwhile ``slowed_share`` of a second longer.
+    Each second of reading delays concurrent computing on the machine by ``slowed_share`` of a second.
     """
 
     host: int
@@ -70,9 +70,9 @@ class Fixture:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums of one station since the beginning, in seconds, layers and bytes.
+    """Sums for one node since the beginning, in seconds, layers and bytes.
 
-    ``link_s`` is what its outgoing link is occupied, ``hop_s`` what its messages are on the way in all.
+    ``link_s`` is the time that its outgoing link is occupied, ``hop_s`` the total travel time of its messages.
     """
 
     compute_s: float = 0.0
@@ -94,7 +94,7 @@ class _Turns:
         self._busy_s, self._since = 0.0, 0.0
 
     def take(self, resume: Resume) -> None:
-        """Resume when it is its turn."""
+        """Call ``resume`` when it is its turn."""
         if self._taken:
             self._waiting.append(resume)
         else:
@@ -102,7 +102,7 @@ class _Turns:
             resume()
 
     def leave(self) -> None:
-        """The next one's turn."""
+        """End this turn and start the next one's."""
         if self._waiting:
             self._waiting.popleft()()
         else:
@@ -110,22 +110,22 @@ class _Turns:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that it was taken until now."""
+        """Seconds in use so far."""
         return self._busy_s + (self._ring.now - self._since if self._taken else 0.0)
 
 
 class _Bell:
-    """One process waits at most; rung with nobody waiting, it is as if nothing was."""
+    """A signal with at most one waiting process; ringing with none waiting has no effect."""
 
     def __init__(self) -> None:
         self._resume: Resume | None = None
 
     def wait(self, resume: Resume) -> None:
-        """Resume when it is rung."""
+        """Call ``resume`` when it rings."""
         self._resume = resume
 
     def ring(self) -> None:
-        """Wake who waits."""
+        """Wake the waiting process."""
         resume, self._resume = self._resume, None
         if resume is not None:
             resume()
@@ -133,7 +133,7 @@ class _Bell:
 
 @dataclass(slots=True)
 class _Ground:
-    """One device at work: (sequence, stop) that arrived, and layers in memory, both in order."""
+    """One device at work: arrived (sequence, stop) pairs and layers in memory, both in order."""
 
     fixture: Fixture
     processor: _Turns
@@ -151,10 +151,9 @@ class _Ground:
 
 
 class SimulatedRing:
-    """Steps of ``sequences`` on their way over ``stops``, again and again if ``cyclic``, else once.
+    """Steps of ``sequences`` in flight over ``stops``, repeatedly if ``cyclic``, else once.
 
-    ``filled``: all that may be read ahead is in memory at the start. ``through(sequence)`` is called whenever a step is
-    through.
+    ``filled``: all read-ahead is in memory at the start. ``through(sequence)`` is called whenever a step completes.
     """
 
     def __init__(
@@ -191,11 +190,11 @@ class SimulatedRing:
 
     @property
     def tallies(self) -> list[Tally]:
-        """What every node has done until now."""
+        """The sums of every node so far."""
         return [replace(station.tally) for station in self._stations]
 
     def run(self, more: Callable[[], bool]) -> None:
-        """Let events happen as long as there are any and ``more()`` says so."""
+        """Process events as long as there are any and ``more()`` is true."""
         for station in self._stations:
             self._resume(self._read(station, self._filled))
         for station in self._stations:
@@ -217,14 +216,14 @@ class SimulatedRing:
         return lambda resume: self._at(self.now + seconds, resume)
 
     def _compute(self, station: _Ground) -> Process:
-        """Serve what arrives, piece by piece."""
+        """Serve arrivals, piece by piece."""
         tally = station.tally
         while True:
             while not station.arrived:
                 yield station.arrival.wait
             sequence, stop = station.arrived.popleft()
             entry = 0
-            if self._entering and stop == 0:  # the steps that enter are the first that are served at the first stop
+            if self._entering and stop == 0:  # entering steps are the first to be served at the first stop
                 self._entering -= 1
                 entry = self._stops[0].entry
             for piece in self._stops[stop].pieces[entry:]:
@@ -253,7 +252,7 @@ class SimulatedRing:
             self._send(station, sequence, stop + 1)
 
     def _read(self, station: _Ground, is_there: bool) -> Process:
-        """Read in the order of use whatever finds room; what is there from the start takes no time."""
+        """Read in the order of use whatever fits; data present from the start takes no time."""
         for layer, missing in station.reads:
             while missing > 0:
                 size = min(missing, station.free_bytes)
@@ -279,7 +278,7 @@ class SimulatedRing:
         station.disk.leave()
 
     def _send(self, station: _Ground, sequence: int, stop: int) -> None:
-        """Send the hidden state on; on a device that is the whole ring, the next step waits its turn."""
+        """Send the hidden state on; on a single-device ring the next step waits its turn."""
         if stop == len(self._stops) and not self._cyclic:
             return
         stop %= len(self._stops)
@@ -303,7 +302,7 @@ class SimulatedRing:
 
 
 def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> Iterator[tuple[int, float]]:
-    """The layers of one station that stream, with their bytes in the order of use: all sequences at a stop, then all at
+    """The streamed layers of one node, with their bytes, in the order of use: all sequences at a stop, then all at
     the next."""
 
     def streamed(pieces: Sequence[Segment]) -> list[tuple[int, float]]:

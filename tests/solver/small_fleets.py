@@ -1,4 +1,4 @@
-"""Questions small enough to try every plan: 2 to 4 devices, 6 to 16 layers, tight memory, GPUs, owners' limits."""
+"""Questions small enough for brute force: 2 to 4 devices, 6 to 16 layers, tight memory, GPUs, owners' limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3,
 
 
 def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
-    """A question and what to make small. Half of them have links and disks so fast that several rounds may pay."""
+    """A question and its objective. Half of them have links and disks so fast that several rounds may pay."""
     devices, layers = rng.choice(SHAPES) if rng.random() < 0.98 else (4, 12)
     context = rng.choice([256, 1024, 4096])
     work = Workload(
@@ -31,7 +31,7 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
         if len(question.kinds) <= (2 if layers <= 10 else 1):
             break
     head, *others = question.devices
-    extra = question.model.output_bytes + question.head_bytes(2)  # or else most heads hold too little
+    extra = question.model.output_bytes + question.head_bytes(2)  # otherwise most heads would be too small
     fleet = (replace(head, ram_available_bytes=head.ram_available_bytes + extra), *others)
     links = dict(question.links)
     if rng.random() < 0.5:
@@ -43,19 +43,19 @@ def small_instance(rng: random.Random) -> tuple[Instance, Objective]:
             for device in fleet
         )
     objective: Objective = rng.choice(["latency", "latency", "ttft", "throughput", "balanced"])
-    own = random.Random(question.workload.prompt_tokens)  # who draws on goes on as ever
+    own = random.Random(question.workload.prompt_tokens)  # keeps later draws from ``rng`` as they are
     if own.random() < 0.5:
         fleet = tuple(replace(device, disk=slowing(device.disk, own.uniform(0, 0.5))) for device in fleet)
     return Instance(fleet, links, question.model, question.workload, question.limits), objective
 
 
 def slowing(disk: DiskProfile, share: float) -> DiskProfile:
-    """``disk``, beside whose reading computing gets as much slower."""
+    """``disk``, whose reads slow computing by this share."""
     return replace(disk, slows_s_per_byte=share / disk.prefetch_bytes_per_s)
 
 
 def solved(question: Instance, objective: Objective, **options: object) -> Solution:
-    """The solver's answer, with time enough to prove it."""
+    """The solver's answer, with enough time to prove it."""
     limit_s = options.pop("time_limit_s", 600.0)
     return solve(
         question.devices,

@@ -1,4 +1,4 @@
-"""Layers per device become a route: every layer once, in order, the head first and last; or one clear reason why not."""
+"""Layers per device become a route: every layer once, in order, head first and last; or one clear reason why not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shown(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def assert_whole(plan: Plan, toy: ModelProfile) -> None:
-    """What everything behind the solver relies on."""
+    """The assumptions of all code after the solver."""
     assert [layer for window in plan.route for layer in window.layers] == list(range(len(toy.layers)))
     assert plan.route[0].device == plan.route[-1].device == plan.head
     assert all(window.first % toy.cut_multiple == 0 for window in plan.route)

@@ -1,4 +1,4 @@
-"""Layers with experts stream by expert in decode: what a token reads and waits for, and which plan is then the best."""
+"""Layers with experts stream by expert in decode: a token's reads and waits, and the best plan for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = Workload(context_tokens=1024, kv_type="f16", sequences=1, prompt_tokens=5
 
 
 def moe(layers: int = 12, *, dense: int = 0, used: int = 4) -> ModelProfile:
-    """``dense`` layers, then those with 32 experts, of which a row uses ``used``."""
+    """``dense`` layers, then layers with 32 experts, of which a row uses ``used``."""
     toy = planning.model(layers=layers, layer_bytes=BASE)
     sparse = replace(toy.layers[0], expert_bytes_by_type={"Q4_K": EXPERTS})
     kinds = (replace(toy.layers[0], bytes_by_type={"Q4_K": BASE + EXPERTS}),) * dense + (sparse,) * (layers - dense)
@@ -128,7 +128,8 @@ def test_dense_layers_beside_them_stay():
 
 @pytest.mark.parametrize("dense", [0, 3])
 def test_the_plan_is_better_than_one_that_counts_whole_layers(monkeypatch, dense):
-    """Beside a device of enough memory but a slow link, the head alone is quicker; whole layers would say otherwise."""
+    """The other device has enough memory but a slow link, so the head alone is faster; counting whole layers hides
+    that."""
     model = moe(dense=dense)
     asked = question(model, 1300 * MB, 4000 * MB)
     links = [planning.link(a, b, round_trip_s=0.6) for a, b in (("d0", "d1"), ("d1", "d0"))]
@@ -196,7 +197,8 @@ def test_no_plan_is_better_on_small_fleets_with_experts(objective, seeds):
 
 
 def of_chunks(seed: int) -> Solution | None:
-    """The answer to a small question with prompts of several chunks, beside every plan; None where nothing is asked."""
+    """The answer to a small question with prompts of several chunks, checked against every plan; None for unusable
+    seeds."""
     asked, rng = small_sparse(seed), random.Random(seed)
     if asked is None:
         return None
@@ -222,7 +224,7 @@ def test_no_plan_is_better_where_chunks_follow_each_other(seeds):
 
 
 def test_no_plan_is_lost_by_beginning_anew():
-    """HiGHS 1.16 takes 77.7 s for the best of one round if it may presolve again; there is one of 75.7 s."""
+    """HiGHS 1.16 returns 77.7 s as the best of one round if it may presolve again; a plan with 75.7 s exists."""
     assert of_chunks(171) is not None
 
 

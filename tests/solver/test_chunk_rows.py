@@ -1,6 +1,6 @@
-"""Where layers stream, a prompt is computed in larger chunks if that is quicker: what was read serves more rows.
+"""If layers stream, larger prompt chunks are used where faster, since each read serves more rows.
 
-Where memory is short, in smaller ones, whose buffers leave more room for layers.
+Where memory is short, chunks are smaller: their buffers leave more room for layers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_larger_buffer_may_cost_more_than_it_gains():
     work = replace(WORK, prompt_tokens=600, answer_tokens=4000)
     (part,) = solved(work=work, chunks=()).prediction.devices
     full = device("desk", ram=part.ram_bytes, rate=100e9, disk=0.2e9)
-    # One more layer would stream for each token of a long answer.
+    # With 1024 rows one more layer would stream for each token of a long completion.
     assert solved(full, work=work).prediction.chunk_rows == 512
     assert solved(full, work=work, objective="ttft").prediction.chunk_rows == 1024
 
@@ -82,7 +82,7 @@ def test_a_short_prompt_and_a_plan_without_streaming_keep_their_chunks():
 def test_where_computing_takes_all_the_time_chunks_stay_small():
     quick = device("desk", ram=3 * GB, rate=20e9, disk=5e9)
     assert solved(quick).prediction.chunk_rows == 512
-    # While tokens are drawn the room of the buffer keeps weights, however large it is.
+    # During decode the buffer's memory holds weights, whatever its size.
     assert solved(quick, objective="latency").prediction.chunk_rows == 512
     # A chunk of 1024 rows would keep a slow device busy for more than a minute.
     assert solved(device("desk", ram=3 * GB, rate=4e9, disk=0.05e9)).prediction.chunk_rows == 512
@@ -97,7 +97,7 @@ def test_a_ring_has_one_size_of_chunk_that_all_can_hold():
 
 
 def min_ram(rows: int, layers: int = 20) -> int:
-    """What a head needs at the least to compute so many layers: it streams them all."""
+    """The minimum memory of a head with this many layers, all of them streamed."""
     asked = question(device("desk", ram=0, rate=100e9, disk=0.2e9), rows=rows)
     windows = 1 if layers == 20 else 2
     kv, read_ahead = asked.kv_bytes[0], asked.members[0].read_ahead_steps[-1].read_ahead_bytes + RESERVE_BYTES
@@ -120,7 +120,7 @@ def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
 
 
 def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
-    """Neither holds the KV cache of the whole model besides."""
+    """Neither device could also hold the KV cache of the whole model."""
     quick = {"rate": 100e9, "disk": 0.2e9}
     asked = question(device("desk", ram=0, **quick), rows=128)
     worker = (
@@ -142,13 +142,13 @@ def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
 
 
 def test_what_is_not_short_of_memory_has_as_many_rows_as_it_can():
-    """Between the least for 128 rows and that for 512 there is room for 256, which read half as often."""
+    """Between the minimum for 128 rows and that for 512 there is room for 256, which read half as often."""
     assert solved(device("desk", ram=min_ram(256), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 256
     assert solved(device("desk", ram=min_ram(512), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 512
 
 
 def test_fewer_rows_are_taken_where_a_long_answer_is_clearly_quicker():
-    """With 128 rows nothing streams; with 512 some layers have to, for every token."""
+    """With 128 rows nothing streams; with 512 some layers must, for every token."""
     work = replace(WORK, prompt_tokens=600, answer_tokens=4000)
     (whole,) = solved(device("desk", ram=20 * GB), work=replace(work, chunk_rows=128), chunks=()).prediction.devices
     assert not whole.streamed_bytes
@@ -158,12 +158,12 @@ def test_fewer_rows_are_taken_where_a_long_answer_is_clearly_quicker():
     assert found.prediction.chunk_rows == 128
     assert not found.plan.streaming
     assert found.objective_s < (1 - FEWER_GAIN) * usual.objective_s
-    # A prompt with hardly an answer is quicker with one chunk than with five.
+    # A prompt with a very short completion is faster with one chunk than with five.
     assert solved(tight, work=work, objective="ttft").prediction.chunk_rows >= 512
 
 
 def test_fewer_rows_are_not_taken_for_a_little():
-    """Of 15 layers that stream one less: 6 % of a token. Of a request with its prompt that is less than a twentieth."""
+    """One streamed layer of 15 less is 6 % of a token, but less than 5 % of a request with its prompt."""
     work = replace(WORK, answer_tokens=100)
     usual, fewer = (solved(work=replace(work, chunk_rows=rows), chunks=()) for rows in (512, 128))
     assert fewer.prediction.tpot_s < usual.prediction.tpot_s

@@ -1,4 +1,4 @@
-"""Devices of one machine share its disk, unless their layers lie on disks of their own."""
+"""Devices of one machine share its disk, unless their layers are on separate disks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.research.random_fleets import random_instance, random_plan
 
 
 def named(question: Instance, *names: str) -> Instance:
-    """``question`` with its devices on disks of these names, one after another."""
+    """``question`` with its devices on disks of these names in turn."""
     devices = tuple(
         replace(device, disk=replace(device.disk, disk_id=names[i % len(names)]))
         for i, device in enumerate(question.devices)

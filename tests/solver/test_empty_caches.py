@@ -1,4 +1,4 @@
-"""Where some layers keep nothing of a text, a GPU has no window's layers of that kind alone, nor leaves them alone.
+"""If some layers have no KV cache, no window has only such layers on a GPU, or only such layers off it.
 
 llama.cpp opens no empty cache.
 """
@@ -18,7 +18,7 @@ DENSE = planning.model(layers=8)
 
 
 def skipping(attends: str):
-    """A model whose layers attend or not."""
+    """A model in which only some layers attend."""
     layers = (replace(DENSE.layers[0], kv_bytes_per_token=4096 * int(each)) for each in attends)
     return replace(DENSE, layers=tuple(layers))
 

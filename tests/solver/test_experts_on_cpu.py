@@ -1,4 +1,4 @@
-"""Layers on a GPU whose experts the processor computes: what they take, and that the best plan has them where they serve."""
+"""Layers on a GPU with experts on the CPU: their memory and time, and that the best plan uses them where they help."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alone(on_gpu: int, experts_on_cpu: int, *, streamed: int = 0) -> Plan:
     return Plan(rounds=1, route=(window,), output_on_gpu=on_gpu > 0, streaming=streaming, left_out=())
 
 
-# ---- what it costs -------------------------------------------------------------------------------------------------------
+# ---- costs ---------------------------------------------------------------------------------------------------------------
 
 
 def test_experts_in_ram_take_it_instead_of_vram():
@@ -46,7 +46,7 @@ def test_experts_in_ram_take_it_instead_of_vram():
 
 
 def test_the_rest_of_their_layers_is_as_quick_as_on_the_gpu():
-    """A layer apart takes what its experts take on the processor, the rest on the GPU, and a step there and back."""
+    """Such a layer takes its experts' time on the CPU, the rest's time on the GPU, and one GPU step."""
     member = asked(desk()).members[0]
     only_dense = replace(MODEL, layers=tuple(replace(layer, expert_bytes_by_type={}) for layer in MODEL.layers))
     bare = instance([desk()], [], only_dense, WORK, {}).members[0]
@@ -99,7 +99,7 @@ def test_the_simulator_agrees():
     assert simulate(plan, question, tokens=4).tpot_s == pytest.approx(found.tpot_s, rel=1e-3)
 
 
-# ---- which plan has them -------------------------------------------------------------------------------------------------
+# ---- use in plans --------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_gpu_computes_all_but_the_experts():
@@ -129,7 +129,8 @@ def test_experts_of_a_dense_model_are_nowhere():
 
 
 def mixture(seed: int) -> Instance:
-    """A small fleet with a mixture of experts, whose GPUs have room for the rest of all layers and some experts."""
+    """A small fleet with a mixture of experts; its GPUs have room for all layers without experts, and for some
+    experts."""
     question, _ = small_instance(random.Random(seed))
     rng = random.Random(seed)
 
@@ -186,5 +187,5 @@ def test_no_plan_is_better_on_small_fleets_with_mixtures(seeds):
 
 
 def test_no_plan_is_lost_by_aggregating():
-    """HiGHS 1.16 calls a program that has a plan of 12.2 s infeasible if it may aggregate; alone it takes 12.6 s."""
+    """With aggregation HiGHS 1.16 calls a program infeasible that has a plan of 12.2 s; the head alone takes 12.6 s."""
     assert check_against_brute_force(mixture(954), "ttft") is not None

@@ -1,4 +1,4 @@
-"""Of plans whose request takes about as long the one is taken whose busiest machine computes least."""
+"""Among plans of nearly equal request time, the one with the least loaded busiest machine is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK = Workload(context_tokens=4096, kv_type="f16", sequences=1, prompt_tokens=5
 
 
 def costs_s(plan: Plan, question: Instance, objective: Objective) -> tuple[float, float] | None:
-    """What ``plan`` takes, and that with what its busiest machine counts for; None where it does not fit."""
+    """The objective of ``plan``, without and with the weight of its busiest machine; None if it does not fit."""
     prediction = evaluate(plan, question)
     if prediction.short:
         return None
@@ -28,7 +28,7 @@ def costs_s(plan: Plan, question: Instance, objective: Objective) -> tuple[float
 
 
 def every_split(question: Instance) -> list[Plan]:
-    """All plans of all devices in their order in one round, with any number of layers of each window on its GPU."""
+    """All one-round plans of all devices in order, with any number of layers of each window on its GPU."""
     total, found = len(question.model.layers), []
     devices = [*question.devices, question.devices[0]]
     for ends in combinations(question.model.cut_points, len(devices) - 1):

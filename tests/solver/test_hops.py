@@ -1,4 +1,4 @@
-"""Links as they are used: the time of a message by its size, messages that are late, and air that devices share."""
+"""Link costs in plans: message times by size, late messages, and air time shared by devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ seconds = st.floats(0, 0.1)
 
 @st.composite
 def links(draw: st.DrawFn) -> LinkProfile:
-    """A link as the probe measures it: larger messages take at least as long."""
+    """A link as measured by the probe: larger messages take at least as long."""
     sizes = sorted(draw(st.sets(st.integers(1, 1 << 20), max_size=4)))
     times = sorted(draw(st.lists(seconds, min_size=len(sizes), max_size=len(sizes))))
     return replace(
@@ -74,7 +74,7 @@ def test_between_two_sizes_the_time_is_on_a_straight_line_and_beyond_the_largest
 
 @given(st.floats(1e-5, 1e-1))
 def test_a_hop_counts_with_its_mean_where_delays_are_exponential(mean_s):
-    """Their median is ln 2 of the mean, their 95th percentile ln 20; n hops then take n means, which is what a token is."""
+    """Their median is ln 2 of the mean, their 95th percentile ln 20; n hops of a token then take n means."""
     link = replace(
         planning.link("a", "b", bytes_per_s=1e15, round_trip_s=2 * math.log(2) * mean_s),
         late_s=(math.log(20) - math.log(2)) * mean_s,
@@ -89,7 +89,7 @@ def wireless(question: Instance, *names: str) -> Instance:
 
 
 def asymmetric(count: int = 3, *, bytes_per_s: float = 1e6) -> Instance:
-    """Links so slow that they decide, each direction with a rate of its own."""
+    """Links slow enough to dominate, with a different rate in each direction."""
     devices = [planning.device(f"d{i}", rate=2e12) for i in range(count)]
     names = [device.device for device in devices]
     made = [
@@ -141,7 +141,7 @@ def test_chunks_and_tokens_of_several_pass_as_often_as_the_busiest_medium_lets_t
 
 
 def small_wifi(seed: int, objective: Objective) -> Instance:
-    """A small fleet of which some devices are on Wi-Fi, with messages that are late and links slow enough to decide."""
+    """A small fleet with some devices on Wi-Fi, late messages, and links slow enough to dominate."""
     rng = random.Random(seed)
     question, _ = small_instance(rng)
     devices = tuple(replace(device, wireless=rng.random() < 0.6) for device in question.devices)

@@ -1,4 +1,5 @@
-"""The paper's four devices: our plans for its seven models are legal, near what was published and in the right order."""
+"""The paper's four devices: our plans for its seven models are legal, near the published times and in the right
+order."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_the_papers_plan_is_legal_and_its_formula_agrees_where_all_fits(name: st
     prediction = evaluate(row(name).paper.plan, asked)
     assert prediction.short == ()
     if not row(name).paper.plan.streaming:
-        # The 30B differs most: beside an output matrix on the CPU the tail's layer is the CPU's, too.
+        # The 30B differs most: with the output matrix on the CPU, the tail's layer is there too.
         assert row(name).paper.predicted_s == pytest.approx(prediction.tpot_s, rel=0.12)
 
 

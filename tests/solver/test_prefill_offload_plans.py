@@ -1,4 +1,4 @@
-"""A GPU that helps computes prompts through layers in RAM: what it costs, and when a plan has it."""
+"""Prefill offload: a GPU computes prompts through layers in RAM; its costs, and when a plan uses it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLOSE = 1e-6
 MODEL = planning.model(layers=8, layer_bytes=100 * MB)
 WORK = Workload(context_tokens=2048, kv_type="f16", sequences=1, prompt_tokens=1024, answer_tokens=64, chunk_rows=512)
 NO_LAYER = GPU_RUNTIME_BYTES + GB // 2
-"""VRAM for help but for no layer."""
+"""VRAM for prefill offload but for no layer."""
 
 
 def desk(*, vram: int = NO_LAYER, ram: int = 8 * GB, times: float = 4.0, unified: bool = False) -> DeviceProfile:
@@ -55,7 +55,7 @@ def alone(*, gpu_layers: int = 0) -> Plan:
     return Plan(rounds=1, route=(window,), output_on_gpu=gpu_layers > 0, streaming=(), left_out=())
 
 
-# ---- what it costs -------------------------------------------------------------------------------------------------------
+# ---- costs ---------------------------------------------------------------------------------------------------------------
 
 
 def test_copying_counts_once_a_chunk_and_computing_once_a_row():
@@ -111,7 +111,7 @@ def test_an_assignment_says_which_windows_are_helped():
     assert not found["lap"].windows[0].prefill_offload
 
 
-# ---- who is helped -------------------------------------------------------------------------------------------------------
+# ---- which devices offload -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -146,7 +146,7 @@ def test_a_gpu_that_has_all_layers_helps_with_none():
 
 
 def with_extra_buffers(device: DeviceProfile, times: float) -> DeviceProfile:
-    """``device`` with tokens so many times as fast with extra buffers."""
+    """``device`` with decode ``times`` as fast with extra buffers."""
     (speed,) = device.cpu.speeds
     fast = replace(speed, decode_bytes_per_s=times * speed.decode_bytes_per_s, extra_buffers=True, plain=speed)
     return replace(device, cpu=replace(device.cpu, speeds=(fast,)))
@@ -161,7 +161,7 @@ def test_extra_buffers_are_given_up_only_where_the_whole_is_faster():
 
 
 def test_help_moves_layers_where_the_first_token_counts():
-    """Without help two processors are quicker with a prompt than one, with help one is."""
+    """Without offload two CPUs process a prompt faster than one; with offload one device is faster."""
     lap = replace(planning.device("lap"), wireless=True)
     question = asked(desk(times=20.0), lap)
     before, after = (solved(question, "ttft", offloads=offloads) for offloads in (False, True))
@@ -174,7 +174,7 @@ def test_help_moves_layers_where_the_first_token_counts():
 
 
 def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
-    """A small fleet whose GPUs have room to help and for two layers at most, and the devices that would be helped."""
+    """A small fleet whose GPUs have room to offload and for at most two layers, and the devices that could offload."""
     question, objective = small_instance(random.Random(seed))
     rng = random.Random(seed)
     objective = rng.choice((objective, "ttft", "balanced"))
@@ -196,7 +196,7 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
 
 
 def test_no_plan_with_help_is_better_on_small_fleets():
-    """Where none is helped, all that can be are or one is: no such plan is better than the answer."""
+    """With none, all or one of the able devices offloading, no plan is better than the answer."""
     found = prefill_offload = 0
     for seed in range(400, 420):
         question, objective, able = with_helpers(seed)

@@ -1,4 +1,4 @@
-"""Halda as published: small cases worked out by hand, the sets of each system, and what holds for any fleet."""
+"""Halda as published: small cases worked out by hand, the sets of each system, and invariants of any fleet."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_weak_devices_go_and_are_named() -> None:
 
 
 def test_free_vram_beside_an_overloaded_device_is_filled() -> None:
-    """The calibration: the overloaded device is moved to M4, so that the other's GPU takes its layers."""
+    """The calibration: the overloaded device moves to M4, so that the other's GPU takes its layers."""
     answer = published(device("a", 5 * GB), with_gpu(device("b", 4 * GB), 9 * GB), of=model(10))
     assert answer.sets["a"] == "M4"
     assert sum(window.gpu_layers for _, window in answer.plan.windows_of("b")) == 8
@@ -217,7 +217,7 @@ def test_a_slow_disk_alone_that_cannot_hold_the_model_is_infeasible() -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_any_answer_is_a_legal_plan_of_whole_windows(seed: int) -> None:
-    """Every layer has a place, windows of a device are equal but for the tail's, GPU layers fit, T is above nought."""
+    """Every layer has a place, windows of a device are equal except the tail, GPU layers fit, and T is positive."""
     asked = random_instance(random.Random(seed))
     try:
         answer = solve_published(

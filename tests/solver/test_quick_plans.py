@@ -1,4 +1,4 @@
-"""Plans that are quick to make: a search that is cut short is never worse than they are; one that ends proves its answer."""
+"""Quick plans: a search cut short is never worse than they are; one that finishes proves its answer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ DEVICES = 4
 PARTS = [(1024, 1024), (1024, 64), (1024, 1024), (1024, 4096), (1024, 4096)]
 """Rows and columns of a layer's matrices that are always Q4_K."""
 MIXED = [(1024, 64), (4096, 1024)]
-"""Those that are Q6_K in half of the layers."""
+"""Rows and columns of those that are Q6_K in half of the layers."""
 WORK = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=256, answer_tokens=256, chunk_rows=128)
 
 
 def deep_model() -> ModelProfile:
-    """575 MB in 64 layers of two kinds, mixed as Q4_K_M mixes them."""
+    """575 MB in 64 layers of two kinds, mixed as in Q4_K_M."""
     always, sometimes = (sum(rows * columns for rows, columns in parts) for parts in (PARTS, MIXED))
     plain = {"Q4_K": (always + sometimes) * 144 // 256, "F32": 8192}
     finer = {"Q4_K": always * 144 // 256, "Q6_K": sometimes * 210 // 256, "F32": 8192}
@@ -74,7 +74,7 @@ def deep_model() -> ModelProfile:
 
 
 def slow_device(name: str, ram: int) -> DeviceProfile:
-    """Half of one core, and a disk so slow that reading what streams takes as long as computing all."""
+    """Half of a core, and a disk so slow that reading streamed layers takes as long as computing all."""
     rates = {"Q4_K": 2.5e9, "Q6_K": 2.25e9, "F32": 3.75e9}
     speeds = [
         TypeSpeed(
@@ -108,7 +108,7 @@ def slow_device(name: str, ram: int) -> DeviceProfile:
 
 @pytest.fixture(scope="module")
 def streaming_fleet() -> Instance:
-    """Four such devices, each with memory for half of a quarter of the layers, and two layers read ahead."""
+    """Four slow devices, each with memory for an eighth of the layers and two layers of read-ahead."""
     model, names = deep_model(), [f"d{i}" for i in range(DEVICES)]
     links = [
         LinkProfile(source=a, target=b, address="", round_trip_s=2e-4, bytes_per_s=1e9)
@@ -131,12 +131,12 @@ def solved(asked: Instance, **options: object):
 
 
 def even_plans(asked: Instance, rounds: int) -> list[Plan]:
-    """All plans that hold the limits with one size for the head's windows and one for all others'."""
+    """All plans within the limits with one size for the head's windows and one for all others'."""
     names, found = [device.device for device in asked.devices], []
     for head in range(1, LAYERS // rounds + 1):
         for other in range(1, (LAYERS // rounds - head) // (len(names) - 1) + 1):
             if not LAYERS // 2 <= rounds * (head + other * (len(names) - 1)) < LAYERS:
-                continue  # nearly all would be the tail, or a window gave it a layer and were not even any more
+                continue  # the tail would have nearly all layers, or take from a window, which would then be uneven
             try:
                 plan = arrange(names, [head, *[other] * (len(names) - 1)], rounds=rounds, model=asked.model)
             except Infeasible:
@@ -157,7 +157,7 @@ def test_within_a_short_time_rounds_are_found_where_slow_devices_stream(streamin
     found = solved(streaming_fleet, objective="latency", require=names, time_limit_s=HURRIED_S)
     even_s = {rounds: best_s(streaming_fleet, even_plans(streaming_fleet, rounds)) for rounds in (1, 2, 3, 4, 5, 8)}
     assert found.objective_s <= min(even_s.values()) * (1 + 1e-9)
-    # Otherwise the fleet does not show what rounds are worth.
+    # Otherwise the fleet does not show the value of rounds.
     assert found.objective_s < 0.5 * even_s[1]
     assert found.plan.rounds > 1
     assert len(found.plan.devices) == DEVICES
@@ -172,8 +172,8 @@ def test_with_time_enough_the_plan_of_a_fleet_that_streams_is_proven(streaming_f
 
 
 def check_cuts(asked: Instance, objective, required: frozenset[int]) -> int:
-    """The number of plans of one round that hold all limits. Every plan is whole and has who is required; of those of one
-    round, which every search begins with, none is better than the answer."""
+    """The number of one-round plans within all limits. Checks that every plan is whole and has the required devices,
+    and that no one-round plan, with which every search begins, is better than the answer."""
     order = good_order(asked, range(len(asked.devices))).members
     names = frozenset(asked.devices[m].device for m in required)
     values = []
@@ -216,7 +216,7 @@ def test_small_fleets_have_quick_plans_as_well():
 
 @pytest.mark.parametrize("objective", ["latency", "balanced"])
 def test_nothing_streams_where_memory_is_ample(streaming_fleet, objective):
-    """Also on one machine, where all splits take equally long and what streams would leave memory free."""
+    """Also on one machine, where all splits take equally long and streaming would leave memory free."""
     ample = tuple(replace(device, ram_available_bytes=10**10, host="one") for device in streaming_fleet.devices)
     names = frozenset(device.device for device in ample)
     found = solved(replace(streaming_fleet, devices=ample), objective=objective, require=names, time_limit_s=3)

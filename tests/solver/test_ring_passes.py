@@ -1,4 +1,4 @@
-"""Chunks that follow each other, against every chunk at every stop in turn."""
+"""Consecutive chunks, compared with a simulation of every chunk at every stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halda.ring_passes import Hop, Stop, all_chunks
 
 
 def in_turn(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
-    """When the last chunk leaves the tail: each device and each link serves one after the other, round by round."""
+    """The time when the last chunk leaves the tail: each device and link serves chunks one by one, round by round."""
     free, sent = [0.0] * len(hops), [0.0] * len(hops)
     come = [0.0] * chunks
     for lap in laps:
@@ -32,7 +32,7 @@ def of(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, ch
 
 
 def random_hops(rng: random.Random, devices: int) -> list[tuple[float, float]]:
-    """What each takes, and of that occupies the link."""
+    """For each hop its duration and the part that occupies the link."""
     links = [rng.random() * rng.choice([0.1, 3]) for _ in range(devices)]
     return [(link + rng.random() / 4, link) for link in links]
 
@@ -48,7 +48,7 @@ def test_the_first_and_the_last_chunk_tell_of_all_of_them(seed):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_where_rounds_are_alike_each_takes_as_long_as_its_slowest_part(seed):
-    """Then there is a closed form, which programs have that do not know which layers a window gets."""
+    """Equal rounds have a closed form, which programs use that do not know each window's layers."""
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
     lap, tail = [rng.random() * rng.choice([0.1, 1, 5]) for _ in range(devices)], rng.random() * rng.choice([0.1, 1, 5])

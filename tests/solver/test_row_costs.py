@@ -1,4 +1,4 @@
-"""C(b): what b rows of a layer cost, between and beyond what was measured."""
+"""C(b): the cost of b rows of a layer, between and beyond measured points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device with several GPUs: each is a place of its own, with its memory, its seconds and its steps."""
+"""A device with several GPUs: each is a separate place with its own memory, time and steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=25
 
 
 def desk(*rooms: float, name: str = "desk", host: str | None = None, **first: Any) -> DeviceProfile:
-    """A device whose GPUs have room for so many layers each, besides what a window takes of each."""
+    """A device whose GPUs have room for these numbers of layers, besides a window's overhead on each."""
     device = planning.device(name, ram=8 * GB, vram=GB, host=host)
     assert device.gpu is not None
     question = asked(device)
@@ -42,12 +42,12 @@ def asked(*devices: DeviceProfile, limits: dict[str, Limits] | None = None, **ch
 
 
 def on_each(found: Solution) -> list[int]:
-    """How many layers are on each GPU of the head."""
+    """The number of layers on each GPU of the head."""
     return [gpu.layers for gpu in found.prediction.devices[0].each_gpu]
 
 
 def with_gpus(seed: int) -> tuple[Instance, Objective]:
-    """A small question whose devices with a GPU have several."""
+    """A small question in which devices with a GPU have several."""
     rng = random.Random(seed)
     question, objective = small_instance(rng)
     while len(question.model.layers) > 8:
@@ -91,7 +91,7 @@ def test_a_model_that_one_gpu_does_not_hold_is_on_both():
 
 
 def test_a_model_that_one_gpu_holds_is_on_one():
-    """The way from one to the next costs a step."""
+    """A transition between GPUs costs a step."""
     found = solved(asked(desk(12, 12)), "latency")
     assert on_each(found) == [LAYERS, 0]
     assert found.plan.route[0].other_gpus == ()
@@ -138,7 +138,7 @@ def test_what_is_short_names_the_gpu():
 
 @pytest.mark.parametrize(("pci", "shared"), [(("a", "a"), True), (("a", "b"), False), (("", ""), True)])
 def test_daemons_of_one_machine_share_the_memory_of_a_gpu_that_both_have(pci, shared):
-    """By its address, or by llama.cpp's name for it where it has none."""
+    """The PCI address identifies it, or llama.cpp's name if there is none."""
     devices = [desk(6, name=name, host="pc", pci=address) for name, address in zip(("a", "b"), pci, strict=True)]
     found = asked(*devices)
     assert bool(found.vram_groups) == shared
@@ -156,7 +156,7 @@ def test_daemons_of_one_machine_with_a_gpu_each_have_all_of_it(other):
 
 
 def test_prompts_are_helped_by_the_last_gpu_that_can():
-    """llama.cpp has the one help that has a window's first layers."""
+    """llama.cpp offloads to the GPU that has a window's first layers."""
     first = offloading(desk(3, 3))
     assert first.gpu is not None
     both = first.with_gpus([first.gpu, replace(first.gpu, id="CUDA1")])
@@ -169,7 +169,7 @@ def test_prompts_are_helped_by_the_last_gpu_that_can():
 
 
 def test_a_cut_that_moves_finds_the_gpu_with_room():
-    """Steps are short here: else it would not be worth another GPU."""
+    """Steps are short here; otherwise another GPU would not pay."""
     devices = [desk(4, 4, name=name) for name in ("a", "b")]
     quick = [device.with_gpus([replace(gpu, step_s=1e-6) for gpu in device.gpus]) for device in devices]
     question = asked(*quick)

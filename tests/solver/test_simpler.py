@@ -1,4 +1,4 @@
-"""What a plan asks of devices that roam, or are nearly full, has to gain something; or it says what was given up."""
+"""The use of roaming or nearly full devices must gain something; otherwise the plan says what was given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against hand-worked rings, against the closed form, and against what cannot be otherwise."""
+"""The simulator against hand-computed rings, the closed form, and invariants."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOP_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _tokens_of_toys_cost_nothing_besides(monkeypatch):
-    """So that times of toys are whole seconds, and nothing stays in the room of a buffer."""
+    """Toy times are whole seconds, and no buffer has room for layers."""
     real, buffer = cost.output_s, cost.compute_buffer_bytes
     monkeypatch.setattr(cost, "output_s", lambda *given: 0.0 if given[2].name == "toy" else real(*given))
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def toy(layers: int, devices: int, *, read_s: float = 1.0, sequences: int = 1, c
         kv_head_width=64,
         cut_multiple=1,
     )
-    # One row of prefill a chunk, so that a chunk takes what a token does.
+    # One row per prefill chunk, so that a chunk takes as long as a token.
     work = Workload(
         context_tokens=64, kv_type="f16", sequences=sequences, prompt_tokens=chunks, answer_tokens=1, chunk_rows=1
     )
@@ -119,7 +119,7 @@ def ring(*sizes: tuple[str, int], rounds: int = 1, streaming: tuple[Streaming, .
 
 
 def streams(device: str, layers: int, *, ahead: int) -> tuple[Streaming, ...]:
-    """So many layers' bytes stream, and so many are read ahead."""
+    """``layers`` layers' bytes stream, and ``ahead`` of them are read ahead."""
     return (Streaming(device=device, streamed_bytes=layers * LAYER, read_ahead_bytes=ahead * LAYER),)
 
 
@@ -134,7 +134,7 @@ def test_a_token_takes_its_layers_and_its_hops():
 
 
 def test_enough_held_ahead_hides_a_disk_that_keeps_up():
-    """6 s of reading in a token of 7 s: nobody waits."""
+    """6 s of reading in a token of 7 s: nothing waits."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=3))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
     assert result.tpot_s == pytest.approx(7)
@@ -143,7 +143,8 @@ def test_enough_held_ahead_hides_a_disk_that_keeps_up():
 
 
 def test_a_layer_beyond_what_is_held_ahead_is_read_while_its_window_waits():
-    """Two layers of three are there when the window begins; the first goes after 1 s, then 2 s of reading, then 1 s."""
+    """Two of three layers are there when the window begins; the first is released after 1 s, then 2 s of reading, 1
+    s of computing."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=2))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
     assert result.devices[1].stall_s == pytest.approx(1)
@@ -198,7 +199,7 @@ def test_devices_on_one_machine_take_turns_at_its_disk():
 
 
 def test_the_beginning_of_a_part_is_read_into_what_room_is_left():
-    """Of three layers with 2 s of reading each 2.5 are there: the last needs 1 s more, from when the first was computed."""
+    """Of three layers with 2 s of reading each, 2.5 are there: the last needs 1 s more, once the first is computed."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1))
     streaming = (Streaming(device="d1", streamed_bytes=3 * LAYER, read_ahead_bytes=5 * LAYER // 2),)
     result = simulate(replace(plan, streaming=streaming), toy(6, 2, read_s=2), tokens=8)
@@ -211,7 +212,7 @@ def test_the_beginning_of_a_part_is_read_into_what_room_is_left():
 
 
 def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instance]]:
-    """Random plans of one to eight rounds of which something streams."""
+    """Random plans of one to eight rounds with streamed layers."""
     seed = 0
     while count:
         seed += 1
@@ -225,7 +226,8 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is within 5 % in 99 of 100 plans, and hardly ever sooner; a first token in 97, with experts in all."""
+    """A token is within 5 % in 99 of 100 plans, and hardly ever faster; a first token in 97 of 100, with experts
+    always."""
     tokens, firsts, picked = [], [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)
@@ -245,7 +247,7 @@ def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
 @pytest.mark.parametrize("objective", ["latency", "ttft"])
 @pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.matrix)])
 def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, count):
-    """The solver finds out where the closed form is wrong: for tokens it was by up to 44 %, for prompts by 62 %."""
+    """The solver exploits errors of the closed form: they reached 44 % for tokens and 62 % for prompts."""
     ratios, seed = list[float](), 0
     while len(ratios) < count:
         seed += 1
@@ -269,7 +271,7 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
 
 
 def of_load(plan: Plan, question: Instance, sequences: int) -> float:
-    """What is played of what the closed form says that so many sequences write together."""
+    """The ratio of simulated throughput to that of the closed form with this many sequences."""
     load = under_load(plan, question, sequences=sequences)
     steps = 1 if plan.streaming else load.steps
     simulated = simulate(plan, replace(question, decode_rows=load.rows), tokens=8, sequences=steps)
@@ -326,7 +328,7 @@ def test_the_closed_form_is_a_lower_bound_on_shared_machines_too():
     assert max(ratios) < 1.5
 
 
-# ---- what cannot be otherwise ---------------------------------------------------------------------------------------
+# ---- invariants -----------------------------------------------------------------------------------------------------
 
 
 def case(seed: int, **options: float) -> tuple[Plan, Instance]:
@@ -342,7 +344,7 @@ def test_every_layer_is_computed_once_a_token_and_what_streams_read_once(seed, s
     tokens = 12
     result = simulate(plan, question, tokens=tokens, sequences=sequences)
     for use in result.devices:
-        # The sums are taken at a moment; with several sequences others are on their way at both ends.
+        # Sums are taken at one moment; with several sequences other steps are in flight at both ends.
         slack = 0 if sequences == 1 else plan.layers_of(use.device) / tokens
         assert use.layers == pytest.approx(plan.layers_of(use.device), abs=slack)
         member = next(member for member in question.members if member.name == use.device)

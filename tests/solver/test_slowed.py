@@ -1,4 +1,4 @@
-"""Reading slows computing: what is forecast and played is what each byte costs, on a machine alone and on a shared one."""
+"""Reading slows computing: forecast and simulation charge the same per byte, on single and on shared machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.solver.test_simulate import streaming_plans
 
 
 def slowed(question: Instance, share: float) -> Instance:
-    """Each second of reading takes ``share`` of a second from computing."""
+    """Each second of reading delays computing by ``share`` of a second."""
     devices = tuple(replace(device, disk=slowing(device.disk, share)) for device in question.devices)
     return replace(question, devices=devices)
 

@@ -1,5 +1,5 @@
-"""Plans for very little memory: down to the output matrix, the KV cache, the buffers and what two layers take there is one,
-below that none."""
+"""A plan exists down to the memory of the output matrix, the KV cache, the buffers and two streamed layers; below
+that none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def solved(asked: Instance, objective: Objective = "balanced") -> tuple[Plan, Pr
 
 
 def smallest_ram(toy: ModelProfile, work: Workload = WORK) -> int:
-    """What a device alone needs at the least, summed up apart from the solver."""
+    """The minimum memory of a single device, summed up independently of the solver."""
     asked = question(toy, 0, work=work)
     kv = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     read_ahead = max_read_ahead(asked)
@@ -55,7 +55,7 @@ def smallest_ram(toy: ModelProfile, work: Workload = WORK) -> int:
 
 
 def max_read_ahead(asked: Instance) -> int:
-    """What a device holds ahead of which all streams: a layer, and what its disk reads while one is computed."""
+    """The read-ahead of a device that streams all layers: one layer, and what its disk reads while one is computed."""
     seconds = max(asked.members[0].decode.cpu)
     return LAYER + math.ceil(min(LAYER, seconds * asked.devices[0].disk.prefetch_bytes_per_s))
 
@@ -89,7 +89,7 @@ def test_at_every_budget_from_there_on_no_more_is_read_than_does_not_fit(output)
         before = prediction.devices[0].disk_bytes_per_token
         streaming, over = plan.streaming_of("d0"), max(0, whole - ram)
         assert streaming.streamed_bytes == (over + streaming.read_ahead_bytes + RESERVE_BYTES if over else 0)
-        # A part of a layer, which is at most twice as large as it has to be, and what is read meanwhile.
+        # A part of a layer, at most twice the necessary size, and the bytes read meanwhile.
         part = max(LAYER / 8, 2 * streaming.streamed_bytes / 12)
         assert streaming.read_ahead_bytes <= max(MIN_READ_AHEAD_BYTES, part + max_read_ahead(asked) - LAYER + 1)
         by_rule = residency(arrange(["d0"], [12], rounds=1, model=toy), asked)
@@ -100,7 +100,7 @@ def test_at_every_budget_from_there_on_no_more_is_read_than_does_not_fit(output)
 def test_in_a_ring_as_well():
     toy = model(layers=40, output=400 * MB)
     toys = question(toy, 0)
-    # The head's other window in a ring, where it does without the vocabulary.
+    # The head's second window in a ring, which needs no vocabulary.
     second = toys.runtime_bytes(2) + toys.head_bytes(2) - toys.runtime_bytes(1) - toys.head_bytes(1)
     small = smallest_ram(toy) + second - 20 * toys.kv_bytes[0]
     other = toys.runtime_bytes(1) + max_read_ahead(toys) + RESERVE_BYTES + 20 * toys.kv_bytes[0]

@@ -1,4 +1,5 @@
-"""The plan is the best one: no plan tried by hand is better, limits hold, and what cannot be is said with bytes."""
+"""The plan is optimal: no plan by brute force is better, limits hold, and infeasible questions are reported with
+bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 def check_against_brute_force(question: Instance, objective: Objective) -> Solution | None:
-    """The solver's answer, None when nothing fits, after comparing it with every plan."""
+    """The solver's answer, None if nothing fits, after comparison with every plan."""
     best = Brute(question, objective).best()
     if best is None:
         with pytest.raises(Infeasible) as caught:
@@ -54,9 +55,9 @@ def test_no_plan_is_better_on_small_fleets():
 
 
 def cut_at_places(seed: int, *, is_offset: bool = False) -> tuple[Instance, Objective]:
-    """A question whose windows may begin at every second, third or fourth layer only, as those of hybrids.
+    """A question whose windows may begin only at every second, third or fourth layer, as in hybrid models.
 
-    With an offset not at the first of them, as those of models whose layers take over from others before them.
+    An offset shifts these cuts, as in models whose layers depend on earlier ones.
     """
     rng = random.Random(seed)
     question, objective = small_instance(rng)
@@ -91,7 +92,7 @@ def test_no_plan_is_better_where_those_layers_have_an_offset(seeds):
 
 
 def with_a_long_tail(seed: int) -> tuple[Instance, Objective]:
-    """A question whose last window has some layers at the least, as those of models whose last layers share KV cells."""
+    """A question whose tail has a minimum number of layers, as in models whose last layers share a KV cache."""
     rng = random.Random(seed)
     question, objective = small_instance(rng)
     layers = len(question.model.layers)
@@ -116,14 +117,14 @@ def test_no_plan_is_better_where_the_last_window_has_some_layers_at_least(seeds)
 
 
 def test_a_program_that_presolving_spoils_is_solved_without():
-    """HiGHS ends the program of one round with an error; with the next best plan the search would prove nothing."""
+    """HiGHS ends the one-round program with an error; with only the next best plan the search would prove nothing."""
     answer = check_against_brute_force(*small_instance(random.Random(1360)))
     assert answer is not None
     assert answer.plan.rounds == 1
 
 
 def test_a_program_that_is_not_read_has_no_solution_and_is_no_error():
-    """A device's figures may differ by so much that HiGHS refuses them; there may be plans without it."""
+    """HiGHS refuses a program if a device's figures span too large a range; plans without that device may exist."""
     problem = pulp.LpProblem("vast", pulp.LpMinimize)
     layers = pulp.LpVariable("layers", 0, 10, cat="Integer")
     problem += layers
@@ -133,12 +134,12 @@ def test_a_program_that_is_not_read_has_no_solution_and_is_no_error():
 
 
 def test_no_plan_is_lost_by_presolving():
-    """HiGHS 1.13 to 1.15 take a token of 2.371 s for the quickest in one round; there is one of 2.037 s."""
+    """HiGHS 1.13 to 1.15 return 2.371 s as the shortest token time in one round; 2.037 s is possible."""
     assert check_against_brute_force(*small_instance(random.Random(1701))) is not None
 
 
 def test_no_plan_is_lost_by_substituting_free_columns():
-    """HiGHS 1.16 takes a token of 17.6 ms for the quickest of a mixture on one GPU; there is one of 13.9 ms."""
+    """HiGHS 1.16 returns 17.6 ms as the shortest token time of a mixture on one GPU; 13.9 ms is possible."""
     answer = check_against_brute_force(*small_instance(random.Random(736)))
     assert answer is not None
     assert answer.objective_s < 0.014
@@ -181,7 +182,7 @@ def test_what_the_library_says_of_itself_is_not_written_where_answers_are():
 
 
 def each(question: Callable[[int], T], seeds: Iterable[int]) -> list[T]:
-    """What ``question`` gives for each seed, in as many processes as there are cores for, beside the other tests."""
+    """The results of ``question`` for all seeds, computed in parallel on cores not used by other tests."""
     count = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if count < 2:
         return list(map(question, seeds))
@@ -200,7 +201,7 @@ def test_no_plan_is_better_on_a_thousand_small_fleets():
     answers = each(small_answer, seeds)
     found = [answer for answer in answers if answer is not None]
     assert len(found) > 0.7 * len(seeds)
-    # The trial means something only if it meets all that the program decides.
+    # The trial is only meaningful if every kind of decision occurs.
     assert sum(answer.plan.rounds > 1 for answer in found) > 0.01 * len(seeds)
     assert sum(len(answer.plan.streaming) > 0 for answer in found) > 0.05 * len(seeds)
     assert sum(answer.plan.output_on_gpu for answer in found) > 0.05 * len(seeds)
@@ -247,7 +248,7 @@ def test_a_plan_is_whole_and_holds_every_limit(seed, objective):
 
 
 def feasible(seed: int, **options: object) -> tuple[Instance, Solution]:
-    """A question with an answer, from ``seed`` on."""
+    """The first feasible question from ``seed`` on, with its answer."""
     while True:
         question = random_instance(random.Random(seed), **options)
         try:
@@ -281,7 +282,7 @@ def test_one_device_more_is_never_slower(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
     question, best = feasible(seed, devices=3, layers=12)
-    if not best.proven:  # in two seconds a slow machine may find none as good as with the device
+    if not best.proven:  # after two seconds a slow machine may have a worse plan than with the device
         best = solved(question, "latency")
     for device in question.devices[1:]:
         try:
@@ -294,7 +295,7 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 7))])
 def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
-    """The time that is made small is the one that is forecast, so no plan that is found has less of it."""
+    """The solver minimises the same cost that the forecast reports, so no plan found for another objective beats it."""
     question, first = feasible(seed, devices=3, layers=16, memory="short")
     found = {each: solved(question, each) for each in OBJECTIVES if each != "latency" or not first.proven}
     found.setdefault("latency", first)
@@ -323,7 +324,7 @@ def test_a_full_disk_keeps_a_device_out_of_the_ring():
     other = question.devices[1].device
     full = replace(question, limits={other: Limits(disk_bytes=1000)})
     assert best.plan
-    # Alone the head needs no layer files, so a disk that holds none leaves only that.
+    # A single head needs no layer files, so a full disk on the other device leaves only that plan.
     solution = solved(full, "latency")
     assert solution.plan.devices == (question.devices[0].device,)
 
@@ -346,7 +347,7 @@ def test_many_devices_have_a_plan_with_a_stated_bound(devices):
 
 
 def test_of_many_devices_the_head_stays_alone_where_the_only_quick_one_is_far_away():
-    """That one has quick links to a neighbour, so at first it looks near; the others would only slow the head down."""
+    """It has fast links to a neighbour, so at first it seems near; the others would only slow the head down."""
     rates = [20e9, 200e9] + [1e9] * 7
     devices = [planning.device(f"d{i}", rate=rate) for i, rate in enumerate(rates)]
     near = [{"d0", "d2"}, {"d1", "d3"}]

@@ -1,4 +1,4 @@
-"""What layers of other kinds cost: types that nobody measured, experts, states, windows that a GPU has all of."""
+"""Cost terms of special layers: unmeasured types, experts, states, windows entirely on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time limits are of the processor: what else a machine does makes no plan worse."""
+"""Time limits count processor time, so other work on the machine makes no plan worse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halda.time_limit import TimeLimit
 
 
 class Clock:
-    """A processor's time that goes on by a second whenever it is looked at."""
+    """Processor time that advances by a second with every reading."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 def knapsack() -> pulp.LpProblem:
-    """Which things to take: too many ways to be settled at once."""
+    """A knapsack problem with too many choices to be solved at once."""
     rng = random.Random(3)
     problem = pulp.LpProblem("knapsack", pulp.LpMinimize)
     things = [problem.add_variable(f"thing_{i}", 0, 1, pulp.LpInteger) for i in range(40)]

@@ -1,4 +1,4 @@
-"""Of a device's windows one at a time has a full compute buffer in RAM; on a GPU each has one."""
+"""In RAM, only one of a device's windows has a full compute buffer at a time; on a GPU each has one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(*, layers: int = 13, width: int = 4096) -> ModelProfile:
 
 
 def question(toy: ModelProfile, *rams: int, vram: int = 0, unified: bool = False) -> Instance:
-    """Devices that read a layer in ten times as long as they compute it, with GPUs where ``vram`` is given."""
+    """Devices that take ten times as long to read a layer as to compute it, with GPUs if ``vram`` is given."""
     devices = [
         planning.device(f"d{i}", ram=ram, rate=2e9, disk=0.2e9, vram=vram, unified=unified)
         for i, ram in enumerate(rams)
@@ -35,7 +35,7 @@ def question(toy: ModelProfile, *rams: int, vram: int = 0, unified: bool = False
 
 
 def six_each(asked: Instance, rounds: int, *, on_gpu: bool = False) -> Plan:
-    """Six layers for each of two devices in so many rounds, and one more for the head's tail."""
+    """Six layers for each of two devices in ``rounds`` rounds, and one more for the head's tail."""
     plan = arrange(["d0", "d1"], [6 // rounds] * 2, rounds=rounds, model=asked.model)
     route = (
         replace(window, gpu_layers=len(window.layers) * (on_gpu and window.device == "d1")) for window in plan.route
@@ -71,7 +71,8 @@ def shape(
     vocabulary: int,
     experts: tuple[int, int] = (0, 0),
 ) -> ModelProfile:
-    """A model as its sizes say; with ``experts``, how many there are and are used, ``feed_forward`` is that of one."""
+    """A model of these sizes; ``experts`` are their number and how many are used, ``feed_forward`` is the width of
+    one."""
     attention = [(width, query), (query, width), (width, key), (width, key)]
     gated = [(width, feed_forward)] * 3
     layer = LayerProfile(
@@ -108,7 +109,7 @@ MIXTRAL = shape("llama", width=2048, feed_forward=3584, query=2048, key=512, voc
         (LLAMA_3B, 512, 1024, 73.0),
         (LLAMA_3B, 512, 8192, 80.0),
         (LLAMA_3B, 2048, 8192, 320.1),
-        (LLAMA_3B, 2048, 1024, 146.0),  # no more rows than context
+        (LLAMA_3B, 2048, 1024, 146.0),  # rows are limited by the context
         (LLAMA_1B, 128, 1024, 32.8),
         (LLAMA_1B, 512, 8192, 72.0),
         (LLAMA_1B, 2048, 8192, 288.1),
@@ -125,7 +126,7 @@ MIXTRAL = shape("llama", width=2048, feed_forward=3584, query=2048, key=512, voc
     ],
 )
 def test_a_buffer_is_a_little_more_than_llama_cpp_allocates(of, rows, context, measured_mib):
-    """``measured_mib`` is what it says of a whole model of these sizes."""
+    """``measured_mib`` is llama.cpp's report for a whole model of these sizes."""
     work = replace(WORK, context_tokens=context, chunk_rows=rows)
     asked = instance([planning.device("d0")], [], of, work, {})
     counted = asked.buffer_bytes + asked.head_bytes(2) - cost.RING_HEAD_BYTES
@@ -152,7 +153,7 @@ def test_more_users_need_no_larger_mask_and_no_more_activations():
     ],
 )
 def test_without_flash_attention_a_row_has_a_score_for_each_head_and_cell(context, rows, width, heads, query, kv, mib):
-    """As llama.cpp allocates it, for a synthetic model of 1B, SmolLM2, Qwen3 MoE, StarCoder2 and GLM 4.5."""
+    """As allocated by llama.cpp for synthetic versions of 1B, SmolLM2, Qwen3 MoE, StarCoder2 and GLM 4.5."""
     work = replace(WORK, context_tokens=context, chunk_rows=rows, flash=False)
     model = planning.model(layer_bytes=width * width)
     layer = replace(model.layers[0], kv_bytes_per_token=2 * kv)
@@ -212,7 +213,7 @@ def test_every_device_has_one_buffer_and_the_head_room_for_logits():
     assert alone.ram_bytes == 13 * (LAYER + kv) + asked.model.output_bytes + besides + asked.window_bytes + vocabulary
     on_gpu = evaluate(six_each(asked, 2, on_gpu=True), asked).devices[1]
     assert on_gpu.vram_bytes == 6 * (LAYER + kv) + GPU_RUNTIME_BYTES + 2 * asked.buffer_bytes
-    # With few rows the buffer is the smaller of both; only the head needs more.
+    # With few rows the buffer is smaller than the logits; only the head needs more.
     few = replace(asked, workload=replace(WORK, chunk_rows=64), model=replace(asked.model, vocabulary=128_000))
     head, other = evaluate(six_each(few, 1), few).devices
     assert few.head_bytes(2) > few.buffer_bytes
@@ -252,7 +253,7 @@ def test_less_memory_means_fewer_rounds_or_more_reading_and_no_plan_is_better():
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("objective", ["latency", "balanced"])
 def test_no_plan_is_better_where_the_buffers_of_a_gpu_count(unified, objective):
-    """The GPUs have room for two to five layers, less what the buffers of their windows take."""
+    """The GPUs have room for two to five layers, minus the buffers of their windows."""
     on_gpu = set()
     for vram in range(400, 640, 30):
         asked = question(
@@ -265,7 +266,7 @@ def test_no_plan_is_better_where_the_buffers_of_a_gpu_count(unified, objective):
 
 
 def test_the_published_solver_counts_them_too():
-    """Where it says that all memories hold their layers, they do: the head's with its tail window."""
+    """When it says that all memories hold their layers, they do, including the head's tail window."""
     fits = 0
     for ram in range(560, 800, 5):
         asked = question(model(layers=16), ram * MB, ram * MB)
