@@ -277,7 +277,7 @@ def members_on_their_way(shell: Shell) -> set[str]:
 @pytest.mark.parametrize("holds_up", [stalls, goes, leaves])
 @pytest.mark.parametrize("served", [False, True])
 def test_of_several_that_hold_up_rings_on_their_way_each_holds_up_one(holds_up, served):
-    """A bar shorter than the time that they waste would readmit them in turns, two rings later, for ever."""
+    """An exclusion shorter than the time that they waste would readmit them in turns, two rings later, for ever."""
     liars = ("liar", "fraud")
     shell = serving("ada", "bo", hold_s=1e6) if served else head(wanted=4, look_s=math.inf)
     welcome(shell, *(liars if served else ("ada", "bo", *liars)))

@@ -100,7 +100,7 @@ class FakeModel:
     has_state: bool = False
     """Its layers remember all tokens in one state, which cannot be cut back."""
     needs_state: bool = False
-    """It also keeps earlier KV cells, but needs such a state to continue from them."""
+    """It also keeps earlier KV entries, but needs such a state to continue from them."""
     late: Callable[[Sampling], int] = lambda _: 0
     """The number of looks at a generation's next mask before it is ready."""
     open_windows: int = 0
