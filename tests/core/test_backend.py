@@ -617,8 +617,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(OPERATIONS)
 async def test_every_generation_ends_exactly_once_whatever_happens(operations):
-    """Each token comes once and in order, from the ring serving at the time; each ring resumes from the tokens so
-    far."""
+    """Each token comes once and in order, from the ring serving at the time; each ring resumes where the last ended."""
     backend, epoch, ring = RingBackend(), 0, None
     readers: list[Reader] = []
     requests: dict[int, list[int]] = {}

@@ -36,8 +36,7 @@ ALONE = ring(("a", 20))
 
 
 def exactly(rows: int, profile: DeviceProfile, *, batch: float = 0.5, threads: int = 4) -> DeviceProfile:
-    """``profile`` with steps of up to ``rows`` exact rows; at 8 rows its byte rate is ``batch`` times that of one
-    row."""
+    """``profile`` with steps of up to ``rows`` exact rows; 8 rows have ``batch`` times the byte rate of one."""
     (speed,) = profile.cpu.speeds
     speed = replace(speed, batch_bytes_per_s=batch * speed.decode_bytes_per_s)
     exact = (TypeRows(type=speed.type, rows=rows, piece_rows=8),)

@@ -1,5 +1,4 @@
-"""``tools/constraints.txt`` pins version and hashes of every package in ``pyproject.toml`` and of their
-dependencies."""
+"""``tools/constraints.txt`` pins version and hashes of all packages in ``pyproject.toml`` and their dependencies."""
 
 from __future__ import annotations
 

@@ -198,8 +198,7 @@ def test_drafts_of_which_none_holds_end_sooner():
 
 
 def idle_tokens(losses: Losses, gap_s: float, *, held: int = 0) -> int:
-    """The number of tokens for which a drafter works in vain, after ``held`` accepted drafts, before it is turned
-    off."""
+    """The number of tokens for which a drafter works in vain, after ``held`` accepted drafts, until it is off."""
     pace, now = Pace(losses=losses), 0.0
     for token in range(BEGINS_AFTER + 1 + held):
         pace.took(now, drafted=token > BEGINS_AFTER, missed=False)

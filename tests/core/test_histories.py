@@ -1,5 +1,4 @@
-"""Strict chat templates: the history that a client resends each turn reaches the model, whatever its template
-requires."""
+"""Strict chat templates: the history that clients resend reaches the model, whatever its template requires."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The store of KV blocks: what is put is held, damaged blocks count as missing, and the limit never evicts leased
-ones."""
+"""The store of KV blocks: stored blocks are held, damaged ones count as missing, leased ones are never evicted."""
 
 import math
 import os

@@ -1,5 +1,4 @@
-"""What a head learns from requests: bounded factors, stored with the measurement that they correct, and shown to the
-owner."""
+"""What a head learns from requests: bounded factors, kept with the measurement they correct, and shown."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ QUESTION = instance(PROFILES, [], model(layers=20), default_workload(1024, 512, 
 
 
 def prompts(plan: Plan = PLAN, *, used: Corrections = USED, **slower: float) -> Corrections:
-    """Corrections after prompts on which each device took ``slower`` times as long as planned, in chunks of 100
-    rows."""
+    """Corrections after prompts of 100-row chunks that took each device ``slower`` times as long as planned."""
     planned = prompt_row_s(plan, QUESTION, 100)
     printed = {
         name: msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=row_s * slower.get(name, 1)))

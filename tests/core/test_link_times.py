@@ -46,8 +46,7 @@ def test_of_a_message_there_and_an_empty_one_back_the_rest_is_the_messages():
 
 
 class FakeLink:
-    """A deterministic link: a round trip, a rate each way, and TCP's slow start for the first large message each
-    way."""
+    """A deterministic link: a round trip, a rate each way, and TCP slow start for the first large message each way."""
 
     def __init__(self, *, slow_start_s: float = 0.0) -> None:
         self.round_trip_s, self.there, self.back = 0.004, 10e6, 2e6

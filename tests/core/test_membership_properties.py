@@ -39,8 +39,7 @@ MAX_AT_ONCE = 60
 
 
 def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
-    """Complete one outstanding effect, successfully with probability ``luck`` (at 0 there is never a plan); False if
-    none is left."""
+    """Complete one pending effect, well with probability ``luck`` (0: never a plan); False if none is pending."""
     fails = chance.random() >= luck
     culprits = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:

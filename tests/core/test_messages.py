@@ -1,5 +1,4 @@
-"""Bytes from a device on the control and layer links are one of our messages or one clear error, never anything
-else."""
+"""Bytes from a device on the control and layer links are one of our messages or one clear error."""
 
 from __future__ import annotations
 

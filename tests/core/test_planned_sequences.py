@@ -213,8 +213,7 @@ async def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wis
 
 @pytest.mark.parametrize("before", [GB * 64, 5 * GB])
 async def test_running_answers_keep_their_attention_whether_the_next_plan_streams_or_not(house, before):
-    """A streaming plan has flash attention by default, another does not; either keeps the attention of running
-    requests."""
+    """Only a streaming plan has flash attention by default; any plan keeps the attention of running requests."""
     roomy, tight = house(ram=64 * GB), house(ram=5 * GB)
     first, second = (roomy, tight) if before == 64 * GB else (tight, roomy)
     served, _ = await first.plan()

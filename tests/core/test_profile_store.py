@@ -1,5 +1,4 @@
-"""A stored profile is accepted only if every field is present, known, of its type and plausible together with the
-others."""
+"""A stored profile is accepted only if every field is present, known, of its type and plausible with the others."""
 
 from __future__ import annotations
 

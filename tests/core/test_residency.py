@@ -1,5 +1,4 @@
-"""What a device holds at each point of a ring pass: within the limit, nothing read twice, and down to nothing under
-pressure."""
+"""What a device holds at each point of a ring pass: within limits, nothing read twice, nothing under full pressure."""
 
 from __future__ import annotations
 
@@ -254,8 +253,7 @@ def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
     st.integers(0, 20),
 )
 def test_what_streams_of_real_layers_is_what_is_planned(megabytes, layers, heads, share, header):
-    """Up to about one cut, or a layer so small that it has at most one; for any share, with or without output
-    matrix."""
+    """Up to about one cut, or a layer so small that it has at most one; for any share, with any output matrix."""
     cut = 2 << 20
     sizes = [megabytes * 1_000_000 * (8 if layer % 3 else 7) // 8 for layer in range(layers)]
     sizes += [2 * megabytes * 1_000_000 * heads] if heads else []

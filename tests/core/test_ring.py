@@ -449,8 +449,7 @@ def test_a_step_that_is_over_is_refused():
 @rings
 @given(st.data(), shapes(min_devices=2))
 def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape):
-    """A broken connection loses the step: a device notices the gap, or nothing more arrives and the request stays
-    open."""
+    """A broken connection loses it: a device notices the gap, or nothing more arrives and the request stays open."""
     asked = data.draw(prompts(shape))
     expected, _ = shape.ring().ask(generate(1, asked, tokens=4))
     ring = shape.ring()
@@ -532,8 +531,7 @@ def test_a_warm_up_lap_that_gives_no_numbers_proves_nothing():
 
 
 def test_finite_numbers_of_a_worker_that_spoil_what_the_head_computes_are_not_the_heads_fault():
-    """A value such as 1e38 overflows in a sum or a square, as in a norm. Without a culprit the first ring, and the
-    head, would end."""
+    """1e38 overflows in a sum or a square, as in a norm. Without a culprit the first ring, and the head, would end."""
     ring = FakeRing(*SMALL)
     ring.model.scores = lambda history: np.full(VOCABULARY, np.inf, np.float32)
     ring.head.submit(generate(1, [1, 2, 3]))
@@ -742,8 +740,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
 
 
 class Service:
-    """Successive rings, and the state of a head's daemon: open generations, their events, and where their KV blocks
-    are kept."""
+    """Successive rings, and a head's daemon: open generations, their events and the places of their KV blocks."""
 
     def __init__(self, data, shape: Shape, sampling: Sampling) -> None:
         self.data, self.shape, self.sampling = data, shape, sampling

@@ -707,8 +707,7 @@ def test_one_that_is_cancelled_before_its_first_step_leaves_the_cells_of_the_one
 
 
 def decoding(*generations: int, batching: Batching, sequences: int = 4, **options) -> Scheduler:
-    """Generations ``1, 2, ...`` after prompts of ``generations`` tokens; each waits for the step of its second
-    token."""
+    """Generations ``1, 2, ...`` after prompts of ``generations`` tokens, waiting for the step of their second token."""
     made = several(
         *([number] * length for number, length in enumerate(generations)),
         sequences=sequences,

@@ -432,8 +432,7 @@ class FakeLogitsWindow(_Window):
 
 
 class _Draws:
-    """The samples of one generation, each with its own random generator; bias and presence penalty change the
-    logits."""
+    """The samples of one generation, each with its own generator; bias and presence penalty change the logits."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> None:
         self.sampling = sampling

@@ -69,8 +69,7 @@ def write_adapter(
     seed: int = 0,
     kind: str = "adapter",
 ) -> Path:
-    """A LoRA adapter with random matrices for ``tensors``: names and shapes, in ggml order, of the tensors that it
-    changes.
+    """A LoRA adapter with random matrices for ``tensors``: the names and shapes, in ggml order, of what it changes.
 
     For the token embedding the first matrix has one row per token.
     """

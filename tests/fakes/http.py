@@ -121,8 +121,7 @@ class BareClient:
 
 @asynccontextmanager
 async def served(backend: Backend, *, patience_s: float = PATIENCE_S, **more: Any) -> AsyncIterator[str]:
-    """Serve the app with uvicorn on a free loopback port in this loop; yields its URL. ``more`` are arguments of the
-    app."""
+    """Serve the app with uvicorn on a free loopback port in this loop; yields its URL. ``more`` goes to the app."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -9,8 +9,7 @@ from primad.kv.keys import KvBlock
 
 
 def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int, salt: int = 0) -> list[LayerCells]:
-    """The KV data of ``block``: keys and values take ``cell_bytes`` each per token (an even number); ``salt`` varies
-    it."""
+    """KV data of ``block``: per token, keys and values take ``cell_bytes`` each, an even number; ``salt`` varies it."""
     rows = block.end - block.start
     return [
         LayerCells(

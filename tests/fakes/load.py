@@ -25,7 +25,7 @@ def a_load(
     extra_buffers: bool = False,
     **changes: object,
 ) -> Load:
-    """Layers ``first <= layer < last`` as ``window`` of the route, from the files ``layers``; ``changes`` set other
+    """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other
     fields."""
     load = Load(
         ring=1,

@@ -45,8 +45,7 @@ def device(
     host: str | None = None,
     unified: bool = False,
 ) -> DeviceProfile:
-    """A device that computes ``rate`` bytes of weights a second, and ten times as many on its GPU if it has
-    ``vram``."""
+    """A device that computes ``rate`` bytes of weights a second, ten times as many on its GPU if it has ``vram``."""
     gpu = GpuProfile(
         name="GPU",
         backend="CUDA",

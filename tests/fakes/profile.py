@@ -71,8 +71,7 @@ SEEDED_CPU = replace(CPU, threads=1, batch_threads=1)
 
 
 def machine_record(threads: int | None, speed: float = 1.0, others_cores: float = 0.0) -> MachineRecord:
-    """A record of this machine with invented figures, for ``threads`` pinned threads, at ``speed`` times the usual
-    speed."""
+    """A record of this machine with invented figures, for ``threads`` pinned threads, ``speed`` times the usual."""
     return MachineRecord(
         version=VERSION,
         measured="2026-01-02T03:04:05Z",

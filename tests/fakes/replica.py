@@ -40,8 +40,7 @@ class FakeReplica:
         self.chains[generate.request] = list(generate.blocks)
 
     def move(self, ring: FakeRing, others: Iterable[FakeKvWriter]) -> None:
-        """Switch to ``ring``: its devices fetch missing blocks from each other and from ``others``; chains are cut
-        at gaps."""
+        """Switch to ``ring``: its devices get missing blocks from each other and ``others``; chains end at gaps."""
         shelves, sources = ring.shelves, [*ring.shelves, *others]
         for request, chain in self.chains.items():
             for kv_writer, layers in zip(shelves, ring.layers, strict=True):

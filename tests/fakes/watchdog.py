@@ -16,8 +16,7 @@ MAX_S = 0.05
 
 @contextmanager
 def watched_loop() -> Iterator[list[str]]:
-    """The callbacks that take longer than ``MAX_S``. The processor time of the loop's thread counts, so a busy
-    machine changes nothing."""
+    """Callbacks that take over ``MAX_S`` of the thread's processor time, which a busy machine does not change."""
     late: list[str] = []
     run = asyncio.Handle._run
 

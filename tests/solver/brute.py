@@ -3,7 +3,7 @@
 Independent of the solver: it has its own sums of the costs in ``instance.py`` and enumerates all splits of layers. Its
 only bound: a way whose computing alone takes longer than the best plan found is skipped. Of two ways to hold the same
 layers on a device, one that is worse in every respect is dropped, which loses nothing. Read-ahead is continuous: for
-each remaining way a small linear program finds the best. Each device has its own machine.
+each remaining way a small mixed-integer program finds the best. Each device has its own machine.
 """
 
 from __future__ import annotations
@@ -404,8 +404,7 @@ class Brute:
         )
 
     def _find_steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
-        """Shares that may stream, with the read-ahead that each needs: a part and what is read while a layer
-        computes, or two parts."""
+        """Shares that may stream, each with its read-ahead: a part and what is read meanwhile; two parts."""
         if self._by_expert:
             return ((1.0, 0, 0),)
         member, largest = self._instance.members[m], max(self._sizes)
@@ -652,8 +651,7 @@ class Brute:
         return window
 
     def _chunk_stops(self, option: Option, k: int, is_head: bool) -> list[tuple[int, float, float, float, float]]:
-        """The stops of a chunk in groups: count, seconds of computing, of what never overlaps with reading, layers,
-        share read.
+        """Groups of a chunk's stops: count, seconds, seconds that never overlap with reading, layers, share read.
 
         First all windows (without the head's tail), then the head's tail if it is separate.
         """
@@ -702,8 +700,7 @@ class Brute:
     def _head_stops(
         self, problem: pulp.LpProblem, head: Option, k: int, held: tuple | None, ms: float, slows: float, both: object
     ) -> object:
-        """Milliseconds of a head stop without the tail; ``both`` is at least the sum of these and the one with the
-        tail."""
+        """Milliseconds of a head stop without the tail; ``both`` is at least the sum of these and the one with it."""
         times = head.decode
         window = (times.compute_s - head.output_s - times.tail_s) / k * MS
         besides = (times.tail_s + head.output_s) * MS
@@ -728,8 +725,8 @@ class Brute:
         return short
 
     def _held(self, problem: pulp.LpProblem, i: int, option: Option) -> tuple | None:
-        """Streamed bytes, read-ahead and bytes streamed in decode, as expressions in megabytes, and the chosen
-        step's read-ahead and width."""
+        """In megabytes: bytes streamed, read ahead, streamed in decode; the chosen read-ahead, whether it is
+        exceeded."""
         if not option.streams:
             return None
         read_ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
@@ -804,8 +801,7 @@ def _on_gpus(split: tuple[int, ...], experts_on_cpu: int) -> dict[str, object]:
 
 
 def _placed(first: int, last: int, split: tuple[int, ...], experts_on_cpu: int) -> tuple[range, list[range], range]:
-    """The layers of a window on the CPU and on each GPU (the first has the last ones), and those with experts on the
-    CPU."""
+    """The layers of a window on the CPU and on each GPU (the first has the last), and those with experts on the CPU."""
     on_gpus, end = [], last
     for count in split:
         on_gpus.append(range(end - count, end))

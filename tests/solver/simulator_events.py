@@ -302,8 +302,7 @@ class SimulatedRing:
 
 
 def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> Iterator[tuple[int, float]]:
-    """The streamed layers of one node, with their bytes, in the order of use: all sequences at a stop, then all at
-    the next."""
+    """One node's streamed layers and bytes in the order of use: all sequences at a stop, then all at the next."""
 
     def streamed(pieces: Sequence[Segment]) -> list[tuple[int, float]]:
         return [(piece.layers[0], piece.read_ahead_bytes) for piece in pieces if piece.read_ahead_bytes]

@@ -128,8 +128,7 @@ def test_dense_layers_beside_them_stay():
 
 @pytest.mark.parametrize("dense", [0, 3])
 def test_the_plan_is_better_than_one_that_counts_whole_layers(monkeypatch, dense):
-    """The other device has enough memory but a slow link, so the head alone is faster; counting whole layers hides
-    that."""
+    """The other device has memory enough but a slow link, so the head alone is faster; whole layers would hide that."""
     model = moe(dense=dense)
     asked = question(model, 1300 * MB, 4000 * MB)
     links = [planning.link(a, b, round_trip_s=0.6) for a, b in (("d0", "d1"), ("d1", "d0"))]
@@ -197,8 +196,7 @@ def test_no_plan_is_better_on_small_fleets_with_experts(objective, seeds):
 
 
 def of_chunks(seed: int) -> Solution | None:
-    """The answer to a small question with prompts of several chunks, checked against every plan; None for unusable
-    seeds."""
+    """The answer for prompts of several chunks, checked against every plan; None without experts or if nothing fits."""
     asked, rng = small_sparse(seed), random.Random(seed)
     if asked is None:
         return None

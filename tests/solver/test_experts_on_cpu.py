@@ -129,8 +129,7 @@ def test_experts_of_a_dense_model_are_nowhere():
 
 
 def mixture(seed: int) -> Instance:
-    """A small fleet with a mixture of experts; its GPUs have room for all layers without experts, and for some
-    experts."""
+    """A small fleet with a mixture of experts; its GPUs hold all layers without experts, and some experts."""
     question, _ = small_instance(random.Random(seed))
     rng = random.Random(seed)
 

@@ -1,5 +1,4 @@
-"""The paper's four devices: our plans for its seven models are legal, near the published times and in the right
-order."""
+"""The paper's four devices: our plans for its seven models are legal, near the published times and in their order."""
 
 from __future__ import annotations
 

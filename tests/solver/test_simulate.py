@@ -143,8 +143,7 @@ def test_enough_held_ahead_hides_a_disk_that_keeps_up():
 
 
 def test_a_layer_beyond_what_is_held_ahead_is_read_while_its_window_waits():
-    """Two of three layers are there when the window begins; the first is released after 1 s, then 2 s of reading, 1
-    s of computing."""
+    """Two of three layers are there when the window begins; the first goes after 1 s, then 2 s of reading, then 1 s."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=2))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
     assert result.devices[1].stall_s == pytest.approx(1)
@@ -226,8 +225,7 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
-    """A token is within 5 % in 99 of 100 plans, and hardly ever faster; a first token in 97 of 100, with experts
-    always."""
+    """A token is within 5 % in 99 of 100 plans, and hardly ever faster; a first token in 97, with experts in all."""
     tokens, firsts, picked = [], [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
         closed = evaluate(plan, question)

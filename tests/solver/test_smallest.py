@@ -1,5 +1,4 @@
-"""A plan exists down to the memory of the output matrix, the KV cache, the buffers and two streamed layers; below
-that none."""
+"""A plan exists if output matrix, KV cache, buffers and two streamed layers fit in memory; otherwise none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The plan is optimal: no plan by brute force is better, limits hold, and infeasible questions are reported with
-bytes."""
+"""The plan is optimal: brute force finds none better, limits hold, and infeasible questions are reported with bytes."""
 
 from __future__ import annotations
 

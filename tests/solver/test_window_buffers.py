@@ -71,8 +71,7 @@ def shape(
     vocabulary: int,
     experts: tuple[int, int] = (0, 0),
 ) -> ModelProfile:
-    """A model of these sizes; ``experts`` are their number and how many are used, ``feed_forward`` is the width of
-    one."""
+    """A model of these sizes; ``experts`` are all and the used ones, and ``feed_forward`` is the width of one."""
     attention = [(width, query), (query, width), (width, key), (width, key)]
     gated = [(width, feed_forward)] * 3
     layer = LayerProfile(
