@@ -25,8 +25,7 @@ def a_load(
     extra_buffers: bool = False,
     **changes: object,
 ) -> Load:
-    """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other
-    fields."""
+    """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``, with other ``changes``."""
     load = Load(
         ring=1,
         epoch=epoch,
