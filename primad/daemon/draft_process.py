@@ -59,7 +59,7 @@ class DraftingProcess:
             except (asyncio.IncompleteReadError, OSError) as exc:
                 raise RingError(await self._obituary()) from exc
             except msgspec.DecodeError as exc:
-                raise ProtocolError(f"nothing that a draft process says: {exc}") from exc
+                raise ProtocolError(f"not a message of a draft process: {exc}") from exc
 
     async def _obituary(self) -> str:
         try:

@@ -111,7 +111,7 @@ class GpuCare:
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
         self._report_line(
             f"the GPU has too little memory left: {rest} planned layers are on it, the processor computes the others "
-            f"({event.why}); --max-vram says what plans may have of it"
+            f"({event.why}); --max-vram sets how much of it plans may use"
         )
         self._max_share *= event.layers / event.planned
         self._changed()

@@ -39,7 +39,7 @@ class KvWriter:
         self._changed = threading.Condition()
         self._is_closed = False
         self._has_failed = False
-        self._writer = threading.Thread(target=self._write, name="kv-shelf", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="kv-writer", daemon=True)
         self._writer.start()
 
     def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:

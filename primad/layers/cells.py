@@ -202,7 +202,7 @@ class _Fetch:
         sizes, data = await self._request(link, asked.keys, asked.layers, 0)
         at = sum(sizes[:-1])
         if at > len(data):
-            raise ProtocolError("sent less of KV cells than it says, and only the last of them may be cut")
+            raise ProtocolError("sent fewer bytes of KV cells than it announced, and only the last block may be cut")
         while (got := len(data) - at) < sizes[-1]:  # the rest of a block that is larger than a reply
             again, more = await self._request(link, [asked.keys[len(sizes) - 1]], asked.layers, got)
             if again != sizes[-1:] or not more:
@@ -245,7 +245,7 @@ class _Fetch:
             rows = self._blocks[key].end - self._blocks[key].start
             each_bytes = rows * _MAX_CELL_BYTES if rows else 2 * MAX_STATE_BYTES
             if not 0 <= size <= _INDEX_BYTES + len(layers) * each_bytes:
-                raise ProtocolError(f"says that {rows} KV cells in {len(layers)} layers take {size} bytes")
+                raise ProtocolError(f"announces {size} bytes for {rows} KV cells in {len(layers)} layers")
         came = bytearray(data if data is not None else b"")
         if len(came) > sum(reply.sizes) - offset:
             raise ProtocolError("sent more than it was asked for")

@@ -134,7 +134,7 @@ class _Download:
                     await asyncio.sleep(max(exc.wait_s, self._again_s * 2 ** (tries - 1)))
                 elif way == self._way:
                     self._reasons.append(f"{source.name}: {exc}")
-                    logger.info("no more layers are drawn from there: %s", self._reasons[-1])
+                    logger.info("no more layers are downloaded from there: %s", self._reasons[-1])
                     self._way += 1
             else:
                 self._came = True

@@ -40,7 +40,7 @@ _MAY_LACK: Final = frozenset(
     }
 )
 """Fields that older files may lack, since they were added later."""
-_CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
+_CURE: Final = "correct it there, or write the file again with 'primad profile --remeasure --save FILE'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

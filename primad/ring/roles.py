@@ -127,7 +127,7 @@ class WorkerRole:
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
             case JoinGroup():
-                raise RingError("a worker that follows no first rank was told to join a group")
+                raise RingError("a worker that follows no first rank cannot join a group")
             case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
@@ -243,7 +243,7 @@ class HeadRole:
                 self._is_connected = True
             case JoinGroup():
                 if self._group is None:
-                    raise RingError("a device that is in no group was told to join one")
+                    raise RingError("a device that is in no group cannot join one")
                 self._group.join(command)
                 self._is_connected = self._links is None  # otherwise steps have nowhere to go yet
             case Generate():

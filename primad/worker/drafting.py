@@ -111,7 +111,7 @@ class DraftService:
         error = "it was stopped"
         try:
             model = await self._fetch(current.load, number, threads)
-            current.process = await DraftingProcess.start(self._node.workspace.run / f"guesses-{number}.log")
+            current.process = await DraftingProcess.start(self._node.workspace.run / f"draft-{number}.log")
             apply_nice(current.process.pid, self._node.config.nice)
             current.process.notify(model)
             self._report_line("drafting for the head with a small model")

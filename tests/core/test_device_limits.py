@@ -25,6 +25,16 @@ def test_loans_outlive_a_restart_and_end(tmp_path):
     assert DeviceLimits(tmp_path).unpaused(["nas"]) == {"nas"}
 
 
+def test_limits_of_the_earlier_file_name_are_kept(tmp_path):
+    limit = DeviceLimit(device="mac", is_paused=True)
+    DeviceLimits(tmp_path).put(limit)
+    (tmp_path / FILE_NAME).rename(tmp_path / "lending.json")
+    assert DeviceLimits(tmp_path).of("mac") == limit
+    again = DeviceLimits(tmp_path)
+    again.put(DeviceLimit(device="mac"))
+    assert DeviceLimits(tmp_path).of("mac") == DeviceLimit(device="mac"), "the earlier file counts no longer"
+
+
 def test_less_is_told_from_more(tmp_path):
     device_limits = DeviceLimits(tmp_path)
     assert device_limits.put(DeviceLimit(device="lap", ram_bytes=4 * GB))

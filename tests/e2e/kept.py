@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.cluster import Head, Primad, all_joined, heading, ring_process, wait_until
+from tests.e2e.cluster import Head, Primad, all_joined, heading, wait_until
 from tests.e2e.streams import Reported, ask, show
 
 BLOCK = 16

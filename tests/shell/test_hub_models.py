@@ -140,7 +140,7 @@ def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
     hub.stated["Tiny-F16.gguf"] = "0" * 64
     code, _, err = primad("pull", f"hf:{REPO}:F16")
     assert code == 2
-    assert "is not what the hub says" in err
+    assert "differs from the hub's size or checksum" in err
     assert not (models_folder(tmp_path / "home") / REPO / "Tiny-F16.gguf").exists()
 
 

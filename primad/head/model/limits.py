@@ -22,7 +22,9 @@ from primad.system.files import write_whole
 
 MIN_RAM_BYTES: Final = 64 << 20
 MAX_KEPT: Final = 1024
-FILE_NAME: Final = "lending.json"
+FILE_NAME: Final = "device-limits.json"
+_OLD_FILE_NAME: Final = "lending.json"
+"""Its earlier name; read while the new file does not exist."""
 
 
 class DeviceLimits:
@@ -32,7 +34,8 @@ class DeviceLimits:
         self._path = home / FILE_NAME
         self._limits: dict[str, DeviceLimit] = {}
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            kept = msgspec.json.decode(self._path.read_bytes(), type=list[DeviceLimit])
+            path = self._path if self._path.exists() else home / _OLD_FILE_NAME
+            kept = msgspec.json.decode(path.read_bytes(), type=list[DeviceLimit])
             self._limits = {
                 device_limit.device: device_limit
                 for device_limit in kept[:MAX_KEPT]

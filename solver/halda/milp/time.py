@@ -118,7 +118,7 @@ class ProgramTime:
             self._uneven_stops(prompt, chunk, passing, hops, link)
             return prompt + self._output()
         problem += prompt >= chunks * link, "a link is busy"
-        ring_passes, last = positive(problem, "laps"), positive(problem, "last_lap")
+        ring_passes, last = positive(problem, "ring_passes"), positive(problem, "last_ring_pass")
         problem += ring_passes >= passing * (1 / rounds), "ring passes of one chunk"
         problem += ring_passes >= link * (chunks / rounds), "ring passes over the busiest link"
         problem += last >= (chunks - 1) * chunk.tails, "chunks in the tail"
