@@ -214,6 +214,22 @@ def ring_process(run: Primad) -> psutil.Process:
 
 
 @contextmanager
+def stopped(process: psutil.Process) -> Iterator[bool]:
+    """``process`` stands still in the block, unless it has ended; whether it does."""
+    try:
+        process.suspend()
+        wait_until(lambda: has_ended(process) or process.status() == psutil.STATUS_STOPPED, f"{process} stands still")
+        stands = not has_ended(process)
+    except psutil.NoSuchProcess:
+        stands = False
+    try:
+        yield stands
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@contextmanager
 def primad(*arguments: object, temporary: Path | None = None, **more: str) -> Iterator[Primad]:
     """A ``primad`` command in the background, killed at the end if it still runs."""
     running = Primad(*arguments, temporary=temporary, **more)
@@ -287,6 +303,10 @@ class Head:
     def status(self) -> dict[str, Any]:
         """What ``/status`` says."""
         return dict(HTTP.get(f"{self.url}/status").json())
+
+    def answers(self) -> bool:
+        """Whether a request is open."""
+        return any(slot["is_processing"] for slot in HTTP.get(f"{self.url}/slots").json())
 
     def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
         """Wait until it can serve; the statuses of the health check on the way."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from tests.e2e.cluster import PATIENCE_S, Head
+from tests.e2e.cluster import PATIENCE_S, Head, ring_process, stopped
 
 STORY = "Once upon a time, in a village by the sea,"
 TOKENS = 120
 MIDDLE = 40
 """What happens to a device happens after so many pieces."""
+LOOKS = 3
+"""At whether an answer is open, once no more is computed: what was reported before is read until then."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,19 @@ class Reported:
 
 
 def ask(
-    head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE, **fields: Any
+    head: Head,
+    act: Callable[[], object] | None = None,
+    *,
+    then: Callable[[], object] = lambda: None,
+    tokens: int = TOKENS,
+    middle: int = MIDDLE,
+    **fields: Any,
 ) -> Reported:
     """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
 
-    Nothing is drafted in an answer in which something happens, so that it does not end before.
+    The head's ring process stands still until ``act`` is done, so that the answer is not over before; then comes what
+    needs that process. If the answer was over, as the client may be late, nothing has happened, and it is asked again.
+    Nothing is drafted in an answer in which something happens, so that it is long.
     """
     body = {
         "prompt": STORY,
@@ -47,27 +57,63 @@ def ask(
         **({} if act is None else {"speculate": False}),
         **fields,
     }
+    if act is None:
+        return _read(head, body)
+    with ThreadPoolExecutor(1) as pool:
+        while True:
+            acting = _Acting(head, act, then, pool)
+            reported = _read(head, body, acting, middle)
+            if acting.outcome.result():
+                return reported
+
+
+class _Acting:
+    """What happens while an answer is computed, beside its reading; ``done_s`` is when it was done.
+
+    Its ``outcome`` is whether the answer was not over before.
+    """
+
+    def __init__(
+        self, head: Head, act: Callable[[], object], then: Callable[[], object], pool: ThreadPoolExecutor
+    ) -> None:
+        self._head, self._act, self._then, self._pool = head, act, then, pool
+        self._ring = ring_process(head.run)
+        self.done_s = 0.0
+
+    def begin(self) -> None:
+        self.outcome = self._pool.submit(self._happen)
+
+    def _happen(self) -> bool:
+        with stopped(self._ring) as stands:
+            if not stands or not all(self._head.answers() for _ in range(LOOKS)):
+                return False
+            self._act()
+            self.done_s = time.monotonic()
+        self._then()
+        return True
+
+
+def _read(head: Head, body: dict[str, Any], acting: _Acting | None = None, middle: int = 0) -> Reported:
+    """Read an answer; ``acting`` begins after ``middle`` pieces. No time in which nothing was computed is a gap."""
     text, finish, error, pieces, gap_s = "", None, None, 0, 0.0
     start = latest = time.monotonic()
-    acting: threading.Thread | None = None
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             now = time.monotonic()
-            gap_s, latest, pieces = max(gap_s, now - latest), now, pieces + 1
+            since = latest if acting is None else max(latest, acting.done_s)
+            gap_s, latest, pieces = max(gap_s, now - since), now, pieces + 1
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
                 error = chunk["error"]
                 break
             text += chunk["choices"][0]["text"]
             finish = chunk["choices"][0]["finish_reason"] or finish
-            if act is not None and pieces == middle:
-                acting = threading.Thread(target=act)
-                acting.start()
-    if acting is not None:
-        acting.join()
+            if acting is not None and pieces == middle:
+                acting.begin()
+    assert acting is None or pieces >= middle, f"{pieces} pieces have no number {middle}: {text!r}, {error}"
     return Reported(text, finish, error, gap_s, time.monotonic() - start)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.cluster import (
@@ -29,7 +30,6 @@ from tests.figures import note
 pytestmark = pytest.mark.slow
 
 TOKENS = 240
-"""Most are sampled after what happens, also where a command has to start for it."""
 
 
 class Lab:
@@ -143,23 +143,27 @@ def test_a_worker_freezes_and_comes_back(lab):
 
 def test_the_ring_process_of_a_worker_is_killed(lab):
     stays, lost = lab.two()
-    process = ring_process(lab.workers[lost])
-    lab.goes_on(process.kill, "kill -9 of a worker's ring process", f"^{lost}: .*SIGKILL")
+    run = lab.workers[lost]
+    lab.goes_on(lambda: ring_process(run).kill(), "kill -9 of a worker's ring process", f"^{lost}: .*SIGKILL")
     lab.wait_computing(stays, lost)
 
 
 def test_the_ring_process_of_a_worker_freezes(lab):
     stays, lost = lab.two()
-    process = ring_process(lab.workers[lost])
-    lab.goes_on(process.suspend, "SIGSTOP of a worker's ring process", promise="recovery from silence")
-    wait_until(lambda: not process.is_running(), "the process that hung is ended")
+    hung: list[psutil.Process] = []
+
+    def hang() -> None:
+        hung.append(ring_process(lab.workers[lost]))
+        hung[0].suspend()
+
+    lab.goes_on(hang, "SIGSTOP of a worker's ring process", promise="recovery from silence")
+    wait_until(lambda: not hung[0].is_running(), "the process that hung is ended")
     lab.wait_computing(stays, lost)
 
 
 def test_the_ring_process_of_the_head_is_killed(lab):
     lab.two()
-    process = ring_process(lab.head.run)
-    lab.goes_on(process.kill, "kill -9 of the head's ring process", "SIGKILL")
+    lab.goes_on(lambda: ring_process(lab.head.run).kill(), "kill -9 of the head's ring process", "SIGKILL")
 
 
 def test_an_answer_that_must_fit_a_schema_still_does(lab):
@@ -170,7 +174,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
     undisturbed = ask(lab.head, **fields)
     if undisturbed.finish == "stop":  # white space may fill it up
         assert len(json.loads(undisturbed.text)) == 12
-    for act in (ring_process(lab.head.run).kill, lab.workers[lost].kill):
+    for act in (lambda: ring_process(lab.head.run).kill(), lab.workers[lost].kill):
         reported = ask(lab.head, act, **fields)
         assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
@@ -181,7 +185,7 @@ def test_what_mirostat_learnt_is_not_lost(lab, version):
     _, lost = lab.two()
     fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}
     undisturbed = ask(lab.head, **fields)
-    act = lab.workers[lost].kill if version == 1 else ring_process(lab.head.run).kill
+    act = lab.workers[lost].kill if version == 1 else lambda: ring_process(lab.head.run).kill()
     reported = ask(lab.head, act, **fields)
     assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
