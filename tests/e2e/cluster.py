@@ -31,6 +31,9 @@ PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
 """The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
+STEADY = "replan_gain = 2\n"
+"""The configuration of every head: no plan that serves gives way to a better one, which the times of a busy machine may
+bring at any moment, and with it a ring that has counted and kept nothing. Devices that join are taken in all the same."""
 SHORT_S, LONG_S, RARELY_S = 0.04, 0.1, 0.4
 """Between two looks at what is waited for: each costs time of a core that is waited for too, so they get rarer."""
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
@@ -341,7 +344,7 @@ def heading(
 ) -> Iterator[Head]:
     """A head that was just started; its name is that of its home folder. Extra buffers are off. Without a ``model`` it
     offers several."""
-    (home / "config.toml").write_text(config)
+    (home / "config.toml").write_text(STEADY + config)
     port = free_port()
     chosen = () if model is None else ("--model", model)
     base = ("serve", *chosen, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
