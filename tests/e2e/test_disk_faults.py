@@ -32,7 +32,8 @@ pytestmark = pytest.mark.slow
 MAX_RAM = "65MiB"
 """The runtime and little more than two layers, so that nearly all layers stream."""
 TOKENS, MIDDLE = 32, 8
-"""Most tokens are sampled after what happens, so that it is noticed however late it comes."""
+ONE_ATTENTION = ("--kv-type", "q8_0")
+"""It needs flash attention. Of f16, a plan that is made while nobody asks may have either, by which layers stream."""
 ENDLESS = 2000
 """Of an answer that ends with an error few are sampled: however late a client acts, there are more."""
 needs_bad_disk = pytest.mark.skipif(
@@ -69,7 +70,7 @@ class Lab:
         homes = [self._homes[name] for name in ("w1", "w2")]
         workers = all_joined(homes, self.cluster, "--max-ram", MAX_RAM, PRIMAD_KEEP_LOADED="0")
         self._runs: dict[str, Primad] = dict(zip(("w1", "w2"), stack.enter_context(workers), strict=True))
-        arguments = ("--wait", 2, "--use-all", "--context", 256)
+        arguments = ("--wait", 2, "--use-all", "--context", 256, *ONE_ATTENTION)
         slow = {"XDG_CACHE_HOME": str(slow_machine(cache))}
         self.head: Head = stack.enter_context(heading(model, self._homes["head"], self.cluster, *arguments, **slow))
         self._runs["head"] = self.head.run
