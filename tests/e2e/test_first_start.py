@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primad.system.process_start import measuring
-from tests.e2e.cluster import heading, joining, primad
+from tests.e2e.cluster import heading, joining, primad, wait_until
 from tests.e2e.streams import ask
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def test_a_first_start(quick_model, tmp_path, cluster, monkeypatch):
             worker.wait_for("waiting for a head")
             head.wait_health("measuring this device")
             assert head.health()[0] == 503
-            assert states(homes["head"], cluster)["worker"] == "measuring"
+            wait_until(lambda: states(homes["head"], cluster).get("worker") == "measuring", "it is seen to be measured")
         head.wait_serving()
         assert {device["name"] for device in head.status()["devices"]} == {"head", "worker"}
         assert ask(head).text
