@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,7 @@ def test_a_worker_that_is_killed_while_one_model_loads_or_two_serve_costs_no_req
     one, other = offered.ask("amber", "/v1/completions"), offered.ask("birch", "/v1/completions", max_tokens=60)
     offered.unload_all()
     second = offered.workers.pop()
+    second.process.send_signal(signal.SIGSTOP)  # nothing loads there, so that it is still loaded when it is killed
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(offered.ask, "amber", "/v1/completions")
         wait_until(lambda: offered.states()["amber"] == "loading", "it is loaded")
