@@ -29,8 +29,10 @@ from tests.e2e.cluster import (
     primad,
     ring_process,
     serving,
+    stopped,
     wait_until,
 )
+from tests.e2e.streams import ask
 from tests.figures import note
 from tools.synth import FEW_TOKENS, write_model
 
@@ -41,7 +43,9 @@ started_by_a_shell = pytest.mark.usefixtures("started_by_a_shell")
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
 SHARED = ("--windows", "4,10")
-"""Of the large model the worker gets enough to be interrupted in."""
+"""Of the large model the worker gets most."""
+SLOWLY = 'transfer_limit = "1MB/s"\n'
+"""The configuration of a worker: its layers of the large model are not there before the test is over."""
 both_signals = pytest.mark.parametrize(
     "number",
     [
@@ -162,15 +166,8 @@ def test_head_and_worker_that_measure_links(quick_model, new_home, cluster, temp
             joined(another, cluster) as second,
             heading(quick_model, home, cluster, "--wait", 2, temporary=temporary) as head,
         ):
-            seen: list[tuple[int, str]] = []
-
-            def measures_or_serves(head: Head = head, seen: list[tuple[int, str]] = seen) -> bool:
-                seen.append(head.health())
-                return "measuring links" in seen[-1][1] or seen[-1][0] == 200
-
-            wait_until(measures_or_serves, "links are measured")
-            if seen[-1][0] == 200:
-                continue  # too quick to be seen
+            if not is_seen(head, "measuring links"):
+                continue
             second.process.send_signal(signal.SIGSTOP)  # it answers nobody any more, so whoever measures waits for it
             assert_ends(head.run, number, temporary, home)
             assert_ends(worker, number, temporary, other)
@@ -179,16 +176,31 @@ def test_head_and_worker_that_measure_links(quick_model, new_home, cluster, temp
 
 @both_signals
 def test_head_that_loads(large, new_home, cluster, temporary, number):
-    home = new_home("head")
-    with heading(large, home, cluster, "--alone", temporary=temporary) as head:
-        head.wait_health("loading")
-        wait_until(lambda: len(head.run.processes()) > 1, "the ring process is there")
-        assert_ends(head.run, number, temporary, home)
+    for number_of_try in itertools.count():
+        home = new_home(f"head-{number_of_try}")
+        with heading(large, home, cluster, "--alone", temporary=temporary) as head:
+            if not is_seen(head, "loading"):
+                continue
+            wait_until(lambda: len(head.run.processes()) > 1, "the ring process is there")
+            assert_ends(head.run, number, temporary, home)
+            return
+
+
+def is_seen(head: Head, detail: str) -> bool:
+    """Whether the health check of a head says ``detail`` before it serves; that may be too quick to be seen."""
+    seen: list[tuple[int, str]] = []
+
+    def says_or_serves() -> bool:
+        seen.append(head.health())
+        return detail in seen[-1][1] or seen[-1][0] == 200
+
+    wait_until(says_or_serves, detail)
+    return seen[-1][0] != 200
 
 
 @terminated
 def test_head_that_reads_layers(large, new_home, cluster, temporary, number):
-    home, worker_home = new_home("head"), new_home("worker")
+    home, worker_home = new_home("head"), slow_home(new_home)
     with (
         joined(worker_home, cluster),
         heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
@@ -197,9 +209,16 @@ def test_head_that_reads_layers(large, new_home, cluster, temporary, number):
         assert_ends(head.run, number, temporary, home)
 
 
+def slow_home(new_home: Callable[[str], Path]) -> Path:
+    """The home of a worker whose layers are on their way for minutes."""
+    home = new_home("worker")
+    (home / "config.toml").write_text(SLOWLY)
+    return home
+
+
 @both_signals
 def test_head_and_worker_that_ship_layers(large, new_home, cluster, temporary, number):
-    home, worker_home = new_home("head"), new_home("worker")
+    home, worker_home = new_home("head"), slow_home(new_home)
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
         heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
@@ -214,7 +233,7 @@ def test_head_whose_worker_was_killed_while_it_loaded(large, new_home, cluster, 
     """It waits for that one to come back, as long as it was told to."""
     home = new_home("head")
     with (
-        joined(new_home("worker"), cluster) as worker,
+        joined(slow_home(new_home), cluster) as worker,
         heading(large, home, cluster, "--wait", 1, "--wait-timeout", 3600, *SHARED, temporary=temporary) as head,
     ):
         head.run.wait_for("reading layers: done")
@@ -226,7 +245,7 @@ def test_head_whose_worker_was_killed_while_it_loaded(large, new_home, cluster, 
 
 @terminated
 def test_worker_that_fetches(large, new_home, cluster, temporary, number):
-    worker_home = new_home("worker")
+    worker_home = slow_home(new_home)
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
         heading(large, new_home("head"), cluster, "--wait", 1, *SHARED) as head,
@@ -240,14 +259,27 @@ def test_worker_that_fetches(large, new_home, cluster, temporary, number):
 @both_signals
 @pytest.mark.parametrize("command", ["join", "serve"])
 def test_first_profile(quick_model, tmp_path, cluster, temporary, command, number):
-    home = tmp_path / "home"
     arguments = ("serve", "--model", quick_model, "--port", 0) if command == "serve" else ("join",)
-    cache = str(tmp_path / "cache")  # this machine was never measured
-    with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary, XDG_CACHE_HOME=cache) as run:
-        wait_until(
-            lambda: any("primad.profiler.trial" in command_of(process) for process in run.processes()), "a trial runs"
-        )
-        assert_ends(run, number, temporary, home)
+    for number_of_try in itertools.count():
+        home, cache = tmp_path / f"home-{number_of_try}", tmp_path / f"cache-{number_of_try}"
+        new = {"XDG_CACHE_HOME": str(cache)}  # this machine was never measured
+        with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary, **new) as run:
+            if not is_measured(run, home):
+                continue
+            assert_ends(run, number, temporary, home)
+            return
+
+
+def is_measured(run: Primad, home: Path) -> bool:
+    """Whether a trial is seen to run before there is a profile in ``home``."""
+    seen: list[bool] = []
+
+    def tries_or_is_over() -> bool:
+        seen.append(any("primad.profiler.trial" in command_of(process) for process in run.processes()))
+        return seen[-1] or (home / "profile.json").exists()
+
+    wait_until(tries_or_is_over, "a trial runs")
+    return seen[-1]
 
 
 @started_by_a_shell
@@ -272,14 +304,14 @@ def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, 
         heading(quick_model, new_home("head"), cluster, "--wait", 1, "--use-all") as head,
     ):
         head.wait_serving()
-        with streaming(head) as lines:
+
+        def interrupt_twice() -> None:
             worker.send_signal(number)
             worker.wait_for("handing over .*Ctrl-C again ends at once")
             assert_ends(worker, number, temporary, worker_home)
-            read = len(lines)
-            wait_until(lambda: len(lines) > read + 8, "the answer goes on without the worker")
-            assert not any('"error":' in line for line in lines)  # the answer may have the word
-            head.run.kill()
+
+        reported = ask(head, interrupt_twice)
+        assert (reported.finish, reported.error) == ("length", None), "the answer goes on without the worker"
 
 
 @terminated
@@ -287,19 +319,22 @@ def test_head_in_a_long_prompt(quick_model, new_home, cluster, temporary, number
     home = new_home("head")
     with heading(quick_model, home, cluster, "--alone", temporary=temporary) as head:
         head.wait_serving()
-        body = {"prompt": "word " * 3500, "max_tokens": 1}
+        messages = [{"role": "user", "content": "word " * 3500}]
+        body = {"messages": messages, "max_tokens": 1, "stream": True, "return_progress": True}
+        is_read = threading.Event()
 
-        def ask() -> None:
-            try:
-                httpx.post(f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S)
-            except httpx.HTTPError as exc:
-                reported.append(exc)
+        def read() -> None:
+            with (
+                suppress(httpx.HTTPError),
+                httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer,
+            ):
+                for line in answer.iter_lines():
+                    if "prompt_progress" in line:
+                        is_read.set()
 
-        reported: list[httpx.HTTPError] = []
-        client = threading.Thread(target=ask)
-        wait_computing = computing(head)
+        client = threading.Thread(target=read)
         client.start()
-        wait_computing("the prompt is computed")
+        wait_until(is_read.is_set, "the prompt is computed")
         assert_ends(head.run, number, temporary, home)
         client.join(PATIENCE_S)
         assert not client.is_alive()
@@ -308,7 +343,7 @@ def test_head_in_a_long_prompt(quick_model, new_home, cluster, temporary, number
 @started_by_a_shell
 @both_signals
 def test_devices(cluster, temporary, number):
-    with primad("devices", "--seconds", 30, "--cluster", cluster, temporary=temporary) as run:
+    with primad("devices", "--seconds", 600, "--cluster", cluster, temporary=temporary) as run:
         wait_until(lambda: bool(sockets(run)), "it listens to mDNS")
         assert_ends(run, number, temporary)
 
@@ -324,11 +359,9 @@ def sockets(run: Primad) -> list[object]:
 @both_signals
 def test_chat(quick_model, new_home, cluster, temporary, number):
     with serving(quick_model, new_home("head"), cluster, "--alone") as head:
-        arguments = ("--url", head.url, "--max-tokens", 3000, "--seed", 1)
-        wait_computing = computing(head)
-        with primad("chat", "Tell me a long story.", *arguments, temporary=temporary) as run:
-            wait_computing("it is answered")
-            assert_ends(run, number, temporary)
+        for seed in itertools.count(1):
+            if chat_is_ended(head, seed, number, temporary):
+                break
         # The head has noticed: its only sequence is free.
         answer = httpx.post(f"{head.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, timeout=PATIENCE_S)
         assert answer.status_code == 200
@@ -336,8 +369,19 @@ def test_chat(quick_model, new_home, cluster, temporary, number):
         assert 'primad_answers_total{end="left"} 1.0' in metrics.splitlines()
 
 
-def computing(head: Head) -> Callable[[str], None]:
-    """Waits until the head's ring process, which had nothing to do, has computed for a while since now."""
+def chat_is_ended(head: Head, seed: int, number: int, temporary: Path) -> bool:
+    """End a chat in the middle of its answer; whether that was not over before: with some seeds it is short."""
     ring = ring_process(head.run)
     before = sum(ring.cpu_times()[:2])
-    return lambda what: wait_until(lambda: sum(ring.cpu_times()[:2]) > before + 0.3, what)
+    arguments = ("--url", head.url, "--max-tokens", 3000, "--seed", seed)
+    with primad("chat", "Tell me a long story.", *arguments, temporary=temporary) as run:
+
+        def is_answered() -> bool:
+            return run.process.poll() is not None or sum(ring.cpu_times()[:2]) > before
+
+        wait_until(is_answered, "it is answered")
+        with stopped(ring):
+            if run.process.poll() is not None or not head.answers():
+                return False
+            assert_ends(run, number, temporary)
+            return True
