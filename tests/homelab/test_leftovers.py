@@ -188,14 +188,25 @@ def test_the_tool_builds_breaks_and_removes_a_lab(make_lab: MakeLab, tmp_path: P
 def test_an_interrupted_tool_leaves_nothing(make_lab: MakeLab, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     fleet.write_text("".join(f'[[device]]\nname = "d{number}"\ndisk_bytes = "8MB"\n' for number in range(16)))
-    with subprocess.Popen([*TOOL, "up", str(fleet)], stderr=subprocess.PIPE, text=True) as building:
-        while (lab := lab_of(building.pid)) is None:
-            assert building.poll() is None
+    while (lab := interrupted(fleet)) is None:  # it was built before
+        continue
+    assert not traces(lab)
+
+
+def interrupted(fleet: Path) -> str | None:
+    """Interrupt the tool while it builds a lab; which one. None where it was built before that."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*TOOL, "up", str(fleet)], **pipes) as building:
+        while (lab := lab_of(building.pid)) is None and building.poll() is None:
             time.sleep(0.001)
         building.send_signal(signal.SIGINT)
-        _, reported = building.communicate(timeout=PATIENCE_S)
+        printed, reported = building.communicate(timeout=PATIENCE_S)
+    if building.returncode == 0:
+        assert tool("down", printed.split()[1].rstrip(":")).returncode == 0
+        return None
     assert building.returncode == 130, reported
-    assert not traces(lab)
+    assert lab is not None
+    return lab
 
 
 def test_without_root_the_tool_says_so(tmp_path: Path) -> None:
