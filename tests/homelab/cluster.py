@@ -46,7 +46,9 @@ class Cluster:
     """The daemons of one lab. ``daemons`` has the running or ended one of each device by name.
 
     ``trusting`` devices know each other's keys from the start. Extra arguments are those of ``primad serve`` and
-    ``primad join``. Every worker is to have layers, unless ``--windows`` say how many have.
+    ``primad join``. Every worker is to have layers, unless ``--windows`` say how many have. A plan that serves gives way
+    to a better one if that gains the share ``gain``; as it is, only to one with more devices: the times of a busy machine
+    may make any other plan look better.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Cluster:
         trusting: bool = True,
         serve: Sequence[object] = (),
         join: Sequence[object] = (),
+        gain: float = 2.0,
     ) -> None:
         self.lab = lab
         self.model = model
         self.head = lab.device(head) if head is not None else lab.devices[0]
         self.workers = tuple(device for device in lab.devices if device is not self.head)
         self.daemons: dict[str, Running] = {}
-        self._trusting = trusting
+        self._trusting, self._gain = trusting, gain
         self._serve, self._join = tuple(serve), tuple(join)
         self._clients: list[Running] = []
 
@@ -130,7 +133,8 @@ class Cluster:
 
     def _env(self) -> dict[str, str]:
         # The checkout goes first on the path of whatever primad starts; its colours would get between words.
-        return {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'solver'}", "NO_COLOR": "1"}
+        path = f"{REPOSITORY}:{REPOSITORY / 'solver'}"
+        return {"PYTHONPATH": path, "NO_COLOR": "1", "PRIMAD_REPLAN_GAIN": f"{self._gain:g}"}
 
     def code(self, timeout_s: float = PATIENCE_S) -> tuple[str, int]:
         """The code that ``primad pair`` shows on the head, and the port where it is taken."""
