@@ -37,16 +37,16 @@ def ask(
     head: Head,
     act: Callable[[], object] | None = None,
     *,
-    then: Callable[[], object] = lambda: None,
+    still: bool = False,
     tokens: int = TOKENS,
     middle: int = MIDDLE,
     **fields: Any,
 ) -> Reported:
     """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
 
-    The head's ring process stands still until ``act`` is done, so that the answer is not over before; then comes what
-    needs that process. If the answer was over, as the client may be late, nothing has happened, and it is asked again.
-    Nothing is drafted in an answer in which something happens, so that it is long.
+    If the answer is over by then, as the client may be late, nothing happens, and it is asked again. With ``still`` the
+    head's ring process stands still until ``act`` is done: for what takes a moment, as its daemon looks every second
+    whether it hangs. Nothing is drafted in an answer in which something happens, so that it is long.
     """
     body = {
         "prompt": STORY,
@@ -61,22 +61,20 @@ def ask(
         return _read(head, body)
     with ThreadPoolExecutor(1) as pool:
         while True:
-            acting = _Acting(head, act, then, pool)
+            acting = _Acting(head, act, pool, still=still)
             reported = _read(head, body, acting, middle)
             if acting.outcome.result():
                 return reported
 
 
 class _Acting:
-    """What happens while an answer is computed, beside its reading; ``done_s`` is when it was done.
+    """What happens while an answer is computed, beside its reading; the ring stands still until ``done_s``, if at all.
 
     Its ``outcome`` is whether the answer was not over before.
     """
 
-    def __init__(
-        self, head: Head, act: Callable[[], object], then: Callable[[], object], pool: ThreadPoolExecutor
-    ) -> None:
-        self._head, self._act, self._then, self._pool = head, act, then, pool
+    def __init__(self, head: Head, act: Callable[[], object], pool: ThreadPoolExecutor, *, still: bool) -> None:
+        self._head, self._act, self._pool, self._still = head, act, pool, still
         self._ring = ring_process(head.run)
         self.done_s = 0.0
 
@@ -87,14 +85,16 @@ class _Acting:
         with stopped(self._ring) as stands:
             if not stands or not all(self._head.answers() for _ in range(LOOKS)):
                 return False
-            self._act()
-            self.done_s = time.monotonic()
-        self._then()
+            if self._still:
+                self._act()
+                self.done_s = time.monotonic()
+                return True
+        self._act()
         return True
 
 
 def _read(head: Head, body: dict[str, Any], acting: _Acting | None = None, middle: int = 0) -> Reported:
-    """Read an answer; ``acting`` begins after ``middle`` pieces. No time in which nothing was computed is a gap."""
+    """Read an answer; ``acting`` begins after ``middle`` pieces. The time in which a ring stands still is no gap."""
     text, finish, error, pieces, gap_s = "", None, None, 0, 0.0
     start = latest = time.monotonic()
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:

@@ -121,7 +121,7 @@ class Lab:
     def goes_on(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
         """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile, and why if it was ``breaking``."""
         before = len(self.head.run.lines)
-        reported = ask(self.head, act, tokens=TOKENS, middle=MIDDLE)
+        reported = ask(self.head, act, still=True, tokens=TOKENS, middle=MIDDLE)
         if breaking and reported.error is None:  # the answer may be there before the line was read
             wait_until(lambda: bool(breaks(self.head.run.lines[before:])), f"the head says why: {what}")
         printed = self.head.run.lines[before:]
@@ -277,7 +277,7 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(slow_model, new_home, clu
         heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head,
     ):
         head.wait_serving()
-        reported = ask(head, fail, tokens=ENDLESS, middle=MIDDLE)
+        reported = ask(head, fail, still=True, tokens=ENDLESS, middle=MIDDLE)
         assert reported.error is not None
         assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
@@ -296,7 +296,7 @@ def test_the_model_file_of_a_head_alone(slow_model, new_home, cluster, tmp_path,
     shutil.copyfile(slow_model, model)
     with heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head:
         head.wait_serving()
-        reported = ask(head, lambda: act(model), tokens=ENDLESS, middle=MIDDLE)
+        reported = ask(head, lambda: act(model), still=True, tokens=ENDLESS, middle=MIDDLE)
         assert reported.error is not None
         assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")

@@ -274,7 +274,8 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
             return bool(head.status()["drafts"]["accepted"] > before)
 
         wait_until(accepts, "drafts of it hold")
-        assert ask(head, draft_device.kill, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True).text == expected
+        disturbed = ask(head, draft_device.kill, still=True, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True)
+        assert disturbed.text == expected
         wait_until(lambda: drafting_on() == "has-text", "the head drafts")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
         assert "Traceback" not in head.run.output
@@ -294,7 +295,7 @@ def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(modul
         expected = ask(head, speculate=False, **kind).text
 
         def asked(disturb: Callable[[], object] | None = None) -> int:
-            reported = ask(head, disturb, speculate=True, **kind)
+            reported = ask(head, disturb, still=True, speculate=True, **kind)
             assert (reported.text, reported.error) == (expected, None), head.run.output
             return drafted(head)
 
@@ -335,6 +336,7 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(quick_model: Path,
         if streams > 1:
             alone = [reported.text for reported in ask_all(head, streams, speculate=False)]
             assert [reported.text for reported in ask_all(head, streams, second.kill, speculate=True)] == alone
-        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT, speculate=True, **few)
+        act = None if streams > 1 else second.kill
+        disturbed = ask(head, act, still=True, prompt=TEXT, speculate=True, **few)
         assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
         assert "Traceback" not in head.run.output

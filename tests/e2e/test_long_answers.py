@@ -5,11 +5,9 @@ The pauses are noted for ``tools/faults long``, which says how long they were; n
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -71,12 +69,12 @@ def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noti
         changes: dict[str, tuple[Callable[[], object], int]] = {
             "pause": (lambda: asked_of(lab, "pause", first), 1),
             "resume": (lambda: asked_of(lab, "resume", first), 2),
-            "leave": (lambda: lab.workers.pop(second).send_signal(signal.SIGINT), 1),
+            "leave": (lambda: lab.workers.pop(second).stop(), 1),
             "join": (lambda: lab.add(1), 2),
         }
         for name, (change, workers) in changes.items():
             before = lab.kv
-            reported = lab.ask(change, then=partial(wait_computing, lab, workers))
+            reported = lab.ask(changing(lab, change, workers))
             after = lab.kv
             again = after["computed_again_tokens"] - before["computed_again_tokens"]
             show(f"{name} at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
@@ -125,9 +123,14 @@ def asked_of(lab: Lab, command: str, name: str) -> None:
         assert run.wait_end() == 0
 
 
-def wait_computing(lab: Lab, workers: int) -> None:
-    """Wait until so many workers compute."""
-    wait_until(lambda: len(lab.computing()) == workers, f"{workers} compute")
+def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[], None]:
+    """A ``change`` after which so many workers compute."""
+
+    def act() -> None:
+        change()
+        wait_until(lambda: len(lab.computing()) == workers, f"{workers} compute")
+
+    return act
 
 
 def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:

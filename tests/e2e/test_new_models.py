@@ -36,7 +36,7 @@ def survives_a_death(model, new_home, tokens):
             return counted is not None and counted["drafted"] > 0
 
         wait_until(drafts, "some are drafted, in a ring that lasts")
-        reported = lab.ask(lab.workers[first].kill, speculate=True)
+        reported = lab.ask(lab.workers[first].kill, still=True, speculate=True)
         show(
             f"{model.parent.name}: the next token after {reported.gap_s:.1f} s, the whole answer in {reported.took_s:.1f} s"
         )

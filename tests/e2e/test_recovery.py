@@ -30,6 +30,7 @@ from tests.figures import note
 pytestmark = pytest.mark.slow
 
 TOKENS = 240
+"""Most are sampled after what happens, also where a command has to start for it."""
 
 
 class Lab:
@@ -83,11 +84,17 @@ class Lab:
         return first, second
 
     def goes_on(
-        self, act: Callable[[], object], what: str, printed: str | None = None, *, promise: str = "recovery"
+        self,
+        act: Callable[[], object],
+        what: str,
+        printed: str | None = None,
+        *,
+        promise: str = "recovery",
+        still: bool = True,
     ) -> None:
         """Ask, ``act`` in the middle, and judge the answer; the head says ``printed`` about it (a regular expression)."""
         before = len(self.head.run.lines)
-        reported = ask(self.head, act, tokens=TOKENS)
+        reported = ask(self.head, act, still=still, tokens=TOKENS)
         note(promise, reported.gap_s, what)
         assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
             self.head.run.output
@@ -175,7 +182,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
     if undisturbed.finish == "stop":  # white space may fill it up
         assert len(json.loads(undisturbed.text)) == 12
     for act in (lambda: ring_process(lab.head.run).kill(), lab.workers[lost].kill):
-        reported = ask(lab.head, act, **fields)
+        reported = ask(lab.head, act, still=True, **fields)
         assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
 
@@ -186,7 +193,7 @@ def test_what_mirostat_learnt_is_not_lost(lab, version):
     fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}
     undisturbed = ask(lab.head, **fields)
     act = lab.workers[lost].kill if version == 1 else lambda: ring_process(lab.head.run).kill()
-    reported = ask(lab.head, act, **fields)
+    reported = ask(lab.head, act, still=True, **fields)
     assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
 
@@ -195,7 +202,10 @@ def test_a_worker_leaves(lab):
     run = lab.workers[leaves]
     reported: list[str] = []
     lab.goes_on(
-        lambda: reported.append(command("leave", "--home", lab.home(leaves))), "primad leave", f"^{leaves} leaves"
+        lambda: reported.append(command("leave", "--home", lab.home(leaves))),
+        "primad leave",
+        f"^{leaves} leaves",
+        still=False,
     )
     assert reported == [f"{leaves} hands over and ends\n"]
     assert run.wait_end() == 0
@@ -214,7 +224,7 @@ def test_a_worker_is_interrupted(lab):
 def test_a_worker_pauses_and_resumes(lab):
     stays, paused = lab.two()
     home = lab.home(paused)
-    lab.goes_on(lambda: command("pause", "--home", home), "primad pause")
+    lab.goes_on(lambda: command("pause", "--home", home), "primad pause", still=False)
     lab.wait_computing(stays)
     assert lab.workers[paused].process.poll() is None
     command("resume", "--home", home)

@@ -120,7 +120,7 @@ def test_a_worker_relays_what_the_head_streams_and_a_client_that_leaves_it(three
 def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(three):
     expected, relayed = ask(three.head, tokens=24).text, three.relayed("one")
     pids = {name: ring_process(run).pid for name, run in three.workers.items()}
-    broken = ask(relayed, three.head.run.kill, middle=8)
+    broken = ask(relayed, three.head.run.kill, still=True, middle=8)
     assert broken.error is not None
     assert "the head went away" in broken.error["message"]
     assert relayed.health()[0] == 503
@@ -150,7 +150,7 @@ def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_
             worker.kill()
             died.append(time.monotonic())
 
-        reported = ask(head, die)
+        reported = ask(head, die, still=True)
         note("error without a plan", time.monotonic() - died[0])
         assert reported.error is not None
         assert (reported.error["type"], reported.finish) == ("server_error", None)

@@ -24,8 +24,8 @@ def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, *
     """So many at once, each prompt in turn; ``act`` in the middle of the first answer."""
     with ThreadPoolExecutor(streams) as pool:
         asked = [
-            pool.submit(ask, head, act if number == 0 else None, tokens=TOKENS, middle=20, prompt=prompt, **fields)
-            for number, prompt in zip(range(streams), cycle(PROMPTS), strict=False)
+            pool.submit(ask, head, each, still=True, tokens=TOKENS, middle=20, prompt=prompt, **fields)
+            for each, prompt in zip([act] + [None] * (streams - 1), cycle(PROMPTS), strict=False)
         ]
         return [answer.result() for answer in asked]
 

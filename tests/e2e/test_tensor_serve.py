@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def test_tokens_are_as_likely_as_to_the_whole_model(group, model):
 
 def test_an_answer_goes_on_where_a_device_is_lost(group):
     before = len(group.head.run.lines)
-    reported = ask(group.head, lambda: ring_process(group.workers["g2"]).send_signal(signal.SIGKILL), tokens=TOKENS)
+    reported = ask(group.head, lambda: ring_process(group.workers["g2"]).kill(), still=True, tokens=TOKENS)
     assert (reported.finish, reported.error) == ("length", None), group.head.run.output
     assert reported.text[:CHARACTERS] == group.answer.text[:CHARACTERS]
     group.head.run.wait_for("g2", start=before)
