@@ -141,7 +141,7 @@ def test_the_tail_of_a_model_with_a_multiple_has_as_many_layers():
         arrange(names(2), [4, 8], rounds=1, model=toy)
 
 
-def test_the_tail_has_as_many_layers_as_the_model_says():
+def test_the_tail_has_as_many_layers_as_the_model_requires():
     toy = model(12, multiple=2, tail=5)
     assert shown(arrange(names(2), [4, 2], rounds=1, model=toy)) == [("d0", 0, 4), ("d1", 4, 6), ("d0", 6, 12)]
     assert shown(arrange(names(2), [6, 2], rounds=1, model=toy)) == [("d0", 0, 4), ("d1", 4, 6), ("d0", 6, 12)]
@@ -165,7 +165,7 @@ def test_any_request_is_a_whole_route_or_infeasible(devices, rounds, layers, mul
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 45), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 200))
-def test_shares_sum_up_and_nobody_gets_less_than_the_least(parties, more):
+def test_shares_sum_up_and_nobody_gets_less_than_the_minimum(parties, more):
     weights, minimum = [weight for weight, _ in parties], [low for _, low in parties]
     total = sum(minimum) + more
     shares = apportion(weights, total, minimum=minimum)
@@ -174,7 +174,7 @@ def test_shares_sum_up_and_nobody_gets_less_than_the_least(parties, more):
 
 
 @given(st.lists(st.integers(1, 1 << 45), min_size=1, max_size=8), st.integers(0, 200))
-def test_without_a_least_shares_are_proportional_to_one_layer(weights, total):
+def test_without_a_minimum_shares_are_proportional_to_one_layer(weights, total):
     for weight, share in zip(weights, apportion(weights, total, minimum=[0] * len(weights)), strict=True):
         ideal = Fraction(weight * total, sum(weights))
         assert abs(share - ideal) <= 1
@@ -184,5 +184,5 @@ def test_equal_parties_get_equal_shares():
     assert apportion([5, 5, 5], 9, minimum=[1, 1, 1]) == [3, 3, 3]
 
 
-def test_a_tiny_party_gets_its_least():
+def test_a_tiny_party_gets_its_minimum():
     assert apportion([1, 1 << 40], 10, minimum=[2, 1]) == [2, 8]

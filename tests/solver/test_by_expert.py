@@ -52,7 +52,7 @@ def test_a_row_reads_the_experts_that_it_uses_and_many_rows_nearly_all(used, exp
         assert read_bytes(read_lines(planning.model(), 1), 1000, all_bytes) == 1000
 
 
-def test_the_experts_that_are_picked_least_stream_first():
+def test_the_least_picked_experts_stream_first():
     lines = read_lines(replace(moe(), expert_use=(0.3, 0.1, 0.1, 0.0)), 1)
 
     def read(streamed: float, rows_read: tuple[ReadLine, ...] = lines) -> float:
@@ -113,7 +113,7 @@ def test_in_a_ring_each_device_waits_for_its_own():
     assert found.tpot_s == pytest.approx(bare.tpot_s + 0.15)
 
 
-def test_dense_layers_beside_them_stay():
+def test_dense_layers_stay_where_experts_stream():
     model = moe(dense=4)
     asked = question(model, 0)
     needed = evaluate(arrange(["d0"], [12], rounds=1, model=model), asked).devices[0].ram_bytes
@@ -221,7 +221,7 @@ def test_no_plan_is_better_where_chunks_follow_each_other(seeds):
     assert any(plan.streaming for plan in plans)
 
 
-def test_no_plan_is_lost_by_beginning_anew():
+def test_no_plan_is_lost_by_presolving_again():
     """HiGHS 1.16 returns 77.7 s as the best of one round if it may presolve again; a plan with 75.7 s exists."""
     assert of_chunks(171) is not None
 

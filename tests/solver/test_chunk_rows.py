@@ -106,7 +106,7 @@ def min_ram(rows: int, layers: int = 20) -> int:
     )
 
 
-def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
+def test_with_the_minimum_memory_a_chunk_has_the_fewest_rows():
     small = device("desk", ram=min_ram(128), rate=100e9, disk=0.2e9)
     for rows in (512, 256):
         with pytest.raises(Infeasible, match="RAM of desk is short"):
@@ -119,7 +119,7 @@ def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
         solved(device("desk", ram=min_ram(128) - 1, rate=100e9, disk=0.2e9))
 
 
-def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
+def test_a_fleet_with_the_minimum_memory_has_a_plan_with_the_fewest_rows():
     """Neither device could also hold the KV cache of the whole model."""
     quick = {"rate": 100e9, "disk": 0.2e9}
     asked = question(device("desk", ram=0, **quick), rows=128)
@@ -141,7 +141,7 @@ def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
         assert not evaluate(found.plan, question(*fleet, rows=128)).short
 
 
-def test_what_is_not_short_of_memory_has_as_many_rows_as_it_can():
+def test_a_device_with_memory_to_spare_has_as_many_rows_as_it_can():
     """Between the minimum for 128 rows and that for 512 there is room for 256, which read half as often."""
     assert solved(device("desk", ram=min_ram(256), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 256
     assert solved(device("desk", ram=min_ram(512), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 512

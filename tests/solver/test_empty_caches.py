@@ -36,7 +36,7 @@ def test_neither_side_of_a_window_is_without_a_layer_that_attends(attends, found
     assert [skipping(attends).openable(range(8), on_gpu) for on_gpu in range(9)] == found
 
 
-def test_what_goes_beside_hidden_states_is_taken_in_by_the_cpu():
+def test_inputs_besides_hidden_states_enter_on_the_cpu():
     model = replace(skipping("11111111"), beside_values=100)
     assert [model.openable(range(4, 8), on_gpu) for on_gpu in range(5)] == [0, 1, 2, 3, 3]
     assert model.openable(range(8), 8) == 8, "the first window has it all itself"

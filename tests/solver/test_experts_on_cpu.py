@@ -62,7 +62,7 @@ def test_layers_without_experts_are_whole_wherever_they_are_counted():
         assert phase.experts_on_cpu[1] != 0
 
 
-def test_a_gpu_that_helps_computes_such_experts_of_prompts_too():
+def test_prefill_offload_computes_experts_on_cpu_too():
     device = offloading(desk(vram=2 * GB), times=50.0)
     question = replace(asked(device), prefill_offload=frozenset({"desk"}))
     plan = alone(8, 8).with_offload(["desk"])
@@ -70,7 +70,7 @@ def test_a_gpu_that_helps_computes_such_experts_of_prompts_too():
     assert assignments(plan, MODEL)["desk"].windows[0].prefill_offload
 
 
-def test_an_assignment_says_whose_experts_are_in_ram():
+def test_an_assignment_has_the_number_of_layers_with_experts_in_ram():
     kept = assignments(alone(6, 4, streamed=300 * MB), MODEL)["desk"]
     window = kept.windows[0]
     assert (window.gpu_layers, window.cpu_experts, window.cpu_layers, window.ram_layers) == (6, 4, 2, 6)

@@ -50,7 +50,7 @@ def links(draw: st.DrawFn) -> LinkProfile:
 
 
 @given(links(), st.lists(st.floats(0, 1e8), min_size=2, max_size=10))
-def test_a_larger_message_never_takes_less_and_none_less_than_the_way_and_its_bytes(link, sizes):
+def test_a_larger_message_never_takes_less_and_none_less_than_latency_and_its_bytes(link, sizes):
     times = [message_s(link, size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times))
     for size, time in zip(sorted(sizes), times, strict=True):
@@ -59,7 +59,7 @@ def test_a_larger_message_never_takes_less_and_none_less_than_the_way_and_its_by
 
 
 @given(links())
-def test_a_message_of_a_size_that_was_measured_takes_what_was_measured(link):
+def test_a_message_of_a_measured_size_takes_the_measured_time(link):
     for point in link.messages:
         beyond_s = max(point.beyond_s, point.size_bytes / link.bytes_per_s)
         assert message_s(link, point.size_bytes) == pytest.approx(link.round_trip_s / 2 + beyond_s)
@@ -101,7 +101,7 @@ def asymmetric(count: int = 3, *, bytes_per_s: float = 1e6) -> Instance:
     return instance(devices, made, planning.model(layers=4 * count, layer_bytes=1_000_000), WORK, {})
 
 
-def test_a_wire_carries_every_hop_apart_and_the_air_one_at_a_time():
+def test_wires_carry_hops_concurrently_and_the_air_one_at_a_time():
     asked = asymmetric()
     hops = [asked.transfers_s[a][b] for a, b in ((0, 1), (1, 2), (2, 0))]
     assert asked.occupied_s((0, 1, 2)) == max(hops)

@@ -60,7 +60,7 @@ def test_our_plan_is_the_fastest_of_the_systems(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_one_device_that_thrashes_is_far_behind_as_published(name: str) -> None:
+def test_one_device_that_thrashes_is_far_slower_as_published(name: str) -> None:
     ours = row(name).ours.prediction.tpot_s
     assert row(name).one_device_s > 8 * ours
     assert row(name).one_device_s == pytest.approx(row(name).published_one_device_s, rel=NEAR)

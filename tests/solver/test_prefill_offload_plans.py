@@ -94,12 +94,12 @@ def test_a_long_context_has_keys_and_values_copied():
     assert question.copied_bytes == question.kv_bytes[0] > COPIED_SHARE * 100 * MB
 
 
-def test_a_gpu_that_is_not_known_to_help_any_more_does_not():
+def test_a_gpu_without_a_measured_prefill_offload_does_none():
     plan, unknown = alone().with_offload(["desk"]), asked(planning.device("desk", vram=GB))
     assert evaluate(plan, unknown) == evaluate(alone(), unknown)
 
 
-def test_an_assignment_says_which_windows_are_helped():
+def test_an_assignment_marks_the_windows_with_prefill_offload():
     route = (
         Window(device="desk", first=0, last=3, gpu_layers=3),
         Window(device="lap", first=3, last=6, gpu_layers=0),
@@ -115,7 +115,7 @@ def test_an_assignment_says_which_windows_are_helped():
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_device_is_helped_where_its_gpu_has_room(objective):
+def test_prefill_is_offloaded_where_the_gpu_has_room(objective):
     question = asked(desk())
     assert solved(question, objective, offloads=False).plan.prefill_offload == ()
     found = solved(question, objective)
@@ -127,7 +127,7 @@ def test_a_device_is_helped_where_its_gpu_has_room(objective):
     assert short.plan.prefill_offload == ()
 
 
-def test_a_gpu_that_is_slower_than_the_processor_does_not_help():
+def test_prefill_is_not_offloaded_to_a_gpu_slower_than_the_processor():
     assert solved(asked(desk(times=0.9))).plan.prefill_offload == ()
 
 
@@ -139,7 +139,7 @@ def test_layers_that_stream_would_travel_twice():
         found.plan.with_offload(["desk"])
 
 
-def test_a_gpu_that_has_all_layers_helps_with_none():
+def test_a_gpu_that_has_all_layers_has_no_prefill_to_offload():
     found = solved(asked(desk(vram=8 * GB)))
     assert found.plan.gpu_layers == 8
     assert found.plan.prefill_offload == ()
@@ -160,7 +160,7 @@ def test_extra_buffers_are_given_up_only_where_the_whole_is_faster():
     assert {tokens: solved(each).plan.prefill_offload for tokens, each in answers.items()} == {4: ("desk",), 1000: ()}
 
 
-def test_help_moves_layers_where_the_first_token_counts():
+def test_prefill_offload_moves_layers_where_ttft_counts():
     """Without offload two CPUs process a prompt faster than one; with offload one device is faster."""
     lap = replace(planning.device("lap"), wireless=True)
     question = asked(desk(times=20.0), lap)
@@ -195,7 +195,7 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
     return question, objective, able_to_offload(question)
 
 
-def test_no_plan_with_help_is_better_on_small_fleets():
+def test_no_plan_with_prefill_offload_is_better_on_small_fleets():
     """With none, all or one of the able devices offloading, no plan is better than the answer."""
     found = prefill_offload = 0
     for seed in range(400, 420):

@@ -184,7 +184,7 @@ def test_weak_devices_go_and_are_named() -> None:
     assert answer.plan.devices == ("a",)
 
 
-def test_free_vram_beside_an_overloaded_device_is_filled() -> None:
+def test_free_vram_is_filled_if_another_device_is_overloaded() -> None:
     """The calibration: the overloaded device moves to M4, so that the other's GPU takes its layers."""
     answer = published(device("a", 5 * GB), with_gpu(device("b", 4 * GB), 9 * GB), of=model(10))
     assert answer.sets["a"] == "M4"

@@ -234,7 +234,7 @@ def test_no_device_streams_more_than_it_must_unless_that_is_faster(streaming_fle
             assert evaluate(trial, streaming_fleet).tpot_s > found.prediction.tpot_s
 
 
-def test_what_many_devices_are_short_of_is_told_without_looking_for_plans():
+def test_a_shortage_of_many_devices_is_reported_without_a_search():
     asked = random_instance(random.Random(1), devices=16, layers=40, memory="about")
     poor = replace(asked, limits={device.device: Limits(ram_bytes=60 << 20) for device in asked.devices})
     with pytest.raises(Infeasible, match=r"RAM of d0 is short of .* MB") as caught:

@@ -38,7 +38,7 @@ def random_hops(rng: random.Random, devices: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_first_and_the_last_chunk_tell_of_all_of_them(seed):
+def test_the_time_of_all_chunks_follows_from_the_first_and_the_last(seed):
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
     laps = [[rng.choice([0.1, 1, 1, 2, 5]) * rng.random() for _ in range(devices)] for _ in range(rounds)]
@@ -47,7 +47,7 @@ def test_the_first_and_the_last_chunk_tell_of_all_of_them(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_where_rounds_are_alike_each_takes_as_long_as_its_slowest_part(seed):
+def test_equal_rounds_each_take_as_long_as_their_slowest_part(seed):
     """Equal rounds have a closed form, which programs use that do not know each window's layers."""
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)

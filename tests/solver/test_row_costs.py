@@ -53,7 +53,7 @@ def test_more_rows_never_cost_less(rates, flop, ratio, rows):
     assert few <= many * (1 + 1e-9)
 
 
-def test_tokens_in_the_cache_cost_what_is_computed_for_each_channel_of_the_queries():
+def test_the_cost_of_cached_tokens_is_proportional_to_the_query_width():
     plain, narrow = model(), replace(model(), query_width=model().width // 2)
     cpu = replace(CPU, attention_s=5e-10)
 
@@ -106,7 +106,7 @@ def test_short_rows_of_the_output_matrix_cost_more_than_their_bytes():
     assert output_s(cpu, cpu, replace(asked, width=4 * RATE_WIDTH)) == output_s(CPU, CPU, asked)
 
 
-def test_what_was_measured_is_what_it_costs():
+def test_measured_row_counts_have_their_measured_cost():
     between = (RowSpeed(rows=2, bytes_per_s=8e9), RowSpeed(rows=4, bytes_per_s=5e9), RowSpeed(rows=16, bytes_per_s=1e9))
     speed = replace(SPEED, rows=between)
     found = [1 / seconds_per_byte(speed, rows) for rows in (1, 2, 4, 8, 16)]
@@ -138,7 +138,7 @@ def test_small_models_are_quicker_as_far_as_caches_hold_them():
     assert [of_layers(count) for count in (1, 2, 3, 5)] == pytest.approx([0.5, 0.5, 0.64, 1])
 
 
-def test_of_experts_a_token_reads_those_that_it_uses():
+def test_a_token_reads_only_the_experts_that_it_uses():
     layer = replace(LAYER, expert_bytes_by_type={"Q4_K": 8_000_000})
     asked = replace(model(), layers=(layer,), output_bytes_by_type={"Q6_K": 100}, experts=8, experts_used=2)
     assert read_bytes(asked) == 9_000_000 + 2_000_000 + 100

@@ -65,7 +65,7 @@ def test_no_plan_is_better_where_devices_have_several_gpus(seeds):
     assert any(plan.streaming for plan in plans)
 
 
-def test_played_and_evaluated_are_the_same_with_several_gpus():
+def test_simulation_and_closed_form_agree_with_several_gpus():
     rng = random.Random(2)
     several = 0
     for _ in range(60):
@@ -97,7 +97,7 @@ def test_a_model_that_one_gpu_holds_is_on_one():
     assert found.plan.route[0].other_gpus == ()
 
 
-def test_of_unequal_gpus_the_fast_one_is_filled_first():
+def test_the_faster_of_unequal_gpus_is_filled_first():
     device = desk(6, 12)
     slow = replace(device.other_gpus[0], vram_read_bytes_per_s=5e10, speeds=(planning.speed(5e10),))
     found = solved(asked(replace(device, other_gpus=(slow,))), "latency")
@@ -107,7 +107,7 @@ def test_of_unequal_gpus_the_fast_one_is_filled_first():
     assert [*found.plan.route[0].on_each_gpu[0]] == list(range(LAYERS - first, LAYERS)), "it has the last ones"
 
 
-def test_each_gpu_pays_for_its_driver_its_step_and_the_way_to_the_next():
+def test_each_gpu_pays_for_its_driver_its_step_and_the_transfer_to_the_next():
     question = asked(desk(14, 12, context_bytes=GB))
     plan = solved(question, "latency").plan
     split = replace(plan, route=(replace(plan.route[0], other_gpus=(3,)),))
@@ -129,7 +129,7 @@ def test_a_limit_of_vram_is_of_all_gpus_together():
     assert found.members[0].vram_limits == (first, 5)
 
 
-def test_what_is_short_names_the_gpu():
+def test_a_shortage_names_the_gpu():
     plan = solved(asked(desk(12, 12)), "latency").plan
     split = replace(plan, route=(replace(plan.route[0], other_gpus=(6,)),))
     (short,) = evaluate(split, asked(desk(12, 2))).short
@@ -155,7 +155,7 @@ def test_daemons_of_one_machine_with_a_gpu_each_have_all_of_it(other):
     assert sum(device.gpu_layers for device in solved(found, "latency").prediction.devices) == LAYERS
 
 
-def test_prompts_are_helped_by_the_last_gpu_that_can():
+def test_prompts_are_offloaded_to_the_last_capable_gpu():
     """llama.cpp offloads to the GPU that has a window's first layers."""
     first = offloading(desk(3, 3))
     assert first.gpu is not None

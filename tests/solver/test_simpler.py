@@ -27,7 +27,7 @@ def found(devices, *, heads=(), settles=True, **more):
     return solve(devices, links, model(), WORK, heads=heads, settles=settles, time_limit_s=4.0, **more)
 
 
-def test_a_little_faster_device_on_wifi_is_not_taken_and_the_plan_says_so():
+def test_a_slightly_faster_device_on_wifi_is_not_used_and_the_plan_shows_that():
     devices = laptop_beside_a_desk(21e9)
     quickest, taken = (found(devices, heads=["desk", "laptop"], settles=settles) for settles in (False, True))
     assert "laptop" in quickest.plan.devices
@@ -61,7 +61,7 @@ def test_the_last_of_a_devices_memory_is_left_where_that_costs_little():
     assert [each.what for each in taken.given_up] == ["the last 5% of the memory of fast"]
 
 
-def test_of_devices_that_are_alike_the_one_without_another_model_is_taken():
+def test_of_identical_devices_the_one_without_another_model_is_used():
     devices = [device("desk", ram=4 * GB), device("nas", ram=8 * GB), device("pi", ram=8 * GB)]
     for shared, free in (("nas", "pi"), ("pi", "nas")):
         taken = found(devices, shared=frozenset({"desk", shared}))

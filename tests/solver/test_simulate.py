@@ -133,7 +133,7 @@ def test_a_token_takes_its_layers_and_its_hops():
     assert [use.stall_s + use.disk_s for use in result.devices] == [0, 0]
 
 
-def test_enough_held_ahead_hides_a_disk_that_keeps_up():
+def test_enough_read_ahead_hides_a_disk_that_keeps_up():
     """6 s of reading in a token of 7 s: nothing waits."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=3))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
@@ -142,7 +142,7 @@ def test_enough_held_ahead_hides_a_disk_that_keeps_up():
     assert result.devices[1].stall_s == 0
 
 
-def test_a_layer_beyond_what_is_held_ahead_is_read_while_its_window_waits():
+def test_a_layer_beyond_the_read_ahead_is_read_while_its_window_waits():
     """Two of three layers are there when the window begins; the first goes after 1 s, then 2 s of reading, then 1 s."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1), streaming=streams("d1", 3, ahead=2))
     result = simulate(plan, toy(6, 2, read_s=2), tokens=8)
@@ -174,7 +174,7 @@ def test_chunks_follow_each_other():
     assert simulate_prefill(plan, toy(5, 2, chunks=4)) == pytest.approx(6 + 3 * 3)
 
 
-def test_what_may_be_held_ahead_is_there_when_a_prompt_comes():
+def test_the_read_ahead_is_full_when_a_prompt_comes():
     plan = ring(("d0", 1), ("d1", 2), ("d0", 1), streaming=streams("d1", 2, ahead=2))
     assert simulate_prefill(plan, toy(4, 2, read_s=50)) == pytest.approx(5)
     assert simulate_prefill(plan, toy(4, 2, read_s=50, chunks=2)) > 100
@@ -224,7 +224,7 @@ def streaming_plans(count: int, **options: bool) -> Iterator[tuple[Plan, Instanc
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.matrix)])
-def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
+def test_the_closed_form_agrees_with_the_simulation_but_for_few_plans(count):
     """A token is within 5 % in 99 of 100 plans, and hardly ever faster; a first token in 97, with experts in all."""
     tokens, firsts, picked = [], [], []
     for plan, question in streaming_plans(count, shared_hosts=False):
@@ -244,7 +244,7 @@ def test_the_closed_form_is_what_is_played_but_for_few_plans(count):
 
 @pytest.mark.parametrize("objective", ["latency", "ttft"])
 @pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.matrix)])
-def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, count):
+def test_the_closed_form_agrees_with_the_simulation_of_chosen_plans(objective, count):
     """The solver exploits errors of the closed form: they reached 44 % for tokens and 62 % for prompts."""
     ratios, seed = list[float](), 0
     while len(ratios) < count:
@@ -277,7 +277,7 @@ def of_load(plan: Plan, question: Instance, sequences: int) -> float:
 
 
 @pytest.mark.parametrize("sequences", [2, 4, 8])
-def test_what_several_sequences_write_together_is_what_is_played(sequences):
+def test_the_forecast_of_concurrent_sequences_agrees_with_the_simulation(sequences):
     alone, resident = [], []
     for seed in range(40):
         rng = random.Random(seed)
@@ -291,7 +291,7 @@ def test_what_several_sequences_write_together_is_what_is_played(sequences):
     assert sum(abs(ratio - 1) > 0.05 for ratio in streaming) <= 2
 
 
-def test_what_is_to_stream_at_the_least_does():
+def test_the_minimum_to_stream_is_streamed():
     seen = 0
     for plan, question in streaming_plans(20):
         for each in stream(plan, question, {}).streaming:

@@ -29,7 +29,7 @@ def cases(count: int, *, shared: bool) -> list[tuple[Plan, Instance]]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_closed_form_is_near_what_is_played(shared):
+def test_the_closed_form_is_near_the_simulation(shared):
     ratios = [
         simulate(plan, asked, tokens=6).tpot_s / evaluate(plan, asked).tpot_s
         for plan, asked in cases(100, shared=shared)
@@ -50,7 +50,7 @@ def test_more_that_is_lost_to_reading_never_makes_a_token_quicker():
         assert all(more >= less * (1 - 1e-9) for less, more in pairwise(simulated))
 
 
-def test_what_reading_costs_counts_as_computing():
+def test_time_lost_to_reading_counts_as_computing():
     for plan, asked in streaming_plans(30):
         before, after = evaluate(plan, asked), evaluate(plan, slowed(asked, 0.3))
         for one, other in zip(before.devices, after.devices, strict=True):
@@ -59,7 +59,7 @@ def test_what_reading_costs_counts_as_computing():
                 assert other == one
 
 
-def test_a_part_of_a_question_knows_who_shares_a_machine():
+def test_a_part_of_a_question_keeps_which_devices_share_a_machine():
     for _, asked in streaming_plans(20):
         for m, member in enumerate(asked.members):
             (alone,) = asked.only([m]).members

@@ -146,7 +146,7 @@ def test_a_smaller_kv_cache_takes_its_share_of_memory_and_time():
     assert times[0] > times[2]
 
 
-def test_a_context_that_does_not_fit_is_never_shortened_but_said():
+def test_a_context_that_does_not_fit_is_refused_and_never_shortened():
     toy = model(output=20 * MB)
     long = replace(WORK, context_tokens=200_000)
     ram = smallest_ram(toy, replace(long, kv_type="q8_0"))
@@ -163,7 +163,7 @@ def test_a_context_that_does_not_fit_is_never_shortened_but_said():
         solved(question(toy, 100 * MB, work=replace(long, kv_type="q4_0")))
 
 
-def test_an_owner_who_allows_too_little_is_told_how_much_is_short():
+def test_a_limit_that_is_too_low_is_refused_with_the_missing_bytes():
     toy = model(output=20 * MB)
     short = Limits(ram_bytes=smallest_ram(toy) - 10 * MB)
     asked = replace(question(toy, 10**10), limits={"d0": short})

@@ -164,7 +164,7 @@ def test_no_plan_is_better_where_a_token_takes_hours():
     assert hours > 1
 
 
-def test_what_the_library_says_of_itself_is_not_written_where_answers_are():
+def test_the_library_prints_nothing_to_stdout():
     program = "\n".join(
         (
             "import pulp",
@@ -293,7 +293,7 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 7))])
-def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
+def test_the_best_plan_for_another_objective_is_no_better_for_this_one(seed):
     """The solver minimises the same cost that the forecast reports, so no plan found for another objective beats it."""
     question, first = feasible(seed, devices=3, layers=16, memory="short")
     found = {each: solved(question, each) for each in OBJECTIVES if each != "latency" or not first.proven}
@@ -305,7 +305,7 @@ def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
             assert best.objective_s <= value * (1 + CLOSE)
 
 
-def test_what_is_short_is_named_with_its_bytes():
+def test_a_shortage_is_named_with_its_bytes():
     question, _ = feasible(3, devices=2, memory="ample", shared_hosts=False)
     head = question.devices[0]
     poor = replace(question, limits={device.device: Limits(ram_bytes=50 << 20) for device in question.devices})
@@ -345,7 +345,7 @@ def test_many_devices_have_a_plan_with_a_stated_bound(devices):
     assert not evaluate(solution.plan, question).short
 
 
-def test_of_many_devices_the_head_stays_alone_where_the_only_quick_one_is_far_away():
+def test_the_head_of_many_devices_serves_alone_if_the_only_quick_one_is_far_away():
     """It has fast links to a neighbour, so at first it seems near; the others would only slow the head down."""
     rates = [20e9, 200e9] + [1e9] * 7
     devices = [planning.device(f"d{i}", rate=rate) for i, rate in enumerate(rates)]

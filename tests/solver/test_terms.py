@@ -105,7 +105,7 @@ def like(count: int) -> tuple[list, list[LinkProfile]]:
     return [device(name, ram=3 * GB) for name in names], [link(a, b) for a in names for b in names if a != b]
 
 
-def test_of_devices_that_are_alike_one_is_tried_as_head():
+def test_only_one_of_identical_devices_is_tried_as_head():
     devices, links = like(4)
     names = [each.device for each in devices]
     asked = instance(devices, links, model(), WORK, {})

@@ -33,7 +33,7 @@ def knapsack() -> pulp.LpProblem:
     return problem
 
 
-def test_a_program_ends_with_the_processors_time_whatever_the_wall_clock_says(monkeypatch):
+def test_a_program_ends_by_processor_time_whatever_the_wall_clock_shows(monkeypatch):
     assert run(knapsack(), 1e9).proven
     monkeypatch.setattr(time_limit, "time", Clock())
     assert not run(knapsack(), 0.5).proven

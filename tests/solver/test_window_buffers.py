@@ -43,7 +43,7 @@ def six_each(asked: Instance, rounds: int, *, on_gpu: bool = False) -> Plan:
     return replace(plan, route=tuple(route))
 
 
-def test_what_stands_behind_a_windows_layers_counts_for_each_window_its_weights_on_gpus_alone() -> None:
+def test_the_stand_in_layer_counts_for_each_window_and_its_weights_only_on_gpus() -> None:
     behind = LayerProfile(
         bytes_by_type={"IQ1_S": 7 * MB}, expert_bytes_by_type={}, kv_bytes_per_token=512, state_bytes=MB
     )
