@@ -79,7 +79,7 @@ def test_an_impossible_spec_from_a_peer_is_refused(changed, printed, model, tmp_
     ],
     ids=["architecture", "kind", "name", "shape", "empty"],
 )
-def test_what_is_no_adapter_of_the_model_is_refused_by_name(written, printed, model, tmp_path):
+def test_a_file_that_is_no_adapter_of_the_model_is_refused_by_name(written, printed, model, tmp_path):
     arguments = {"tensors": queries(model, 0), **written}
     file = write_adapter(tmp_path / "lora.gguf", **arguments)
     with pytest.raises(ModelError, match=printed):
@@ -120,7 +120,7 @@ def test_the_plan_counts_what_adapters_take(model, tmp_path):
     assert replace(with_them, layers=profile.layers) == profile
 
 
-def test_an_adapter_of_what_no_window_has_keeps_the_model_whole(tmp_path):
+def test_an_adapter_for_a_tensor_that_no_window_has_keeps_the_model_whole(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama4")
     model = read_header(path)
@@ -135,7 +135,7 @@ def test_an_adapter_of_what_no_window_has_keeps_the_model_whole(tmp_path):
         check_adapters(adapters, several=True)
 
 
-def test_what_an_adapter_has_for_the_output_goes_with_the_tail(model, tmp_path):
+def test_adapter_tensors_for_the_output_go_with_the_tail(model, tmp_path):
     file = write_adapter(tmp_path / "lora.gguf", {**queries(model, 0), **of(model, "output.weight")})
     adapter = open_adapter(file, 1.0, model)
     assert (adapter.spec(0, 3).numbers, adapter.spec(1, 3), adapter.spec(2, 6).numbers) == ((0,), None, (4,))
@@ -147,7 +147,7 @@ def test_what_an_adapter_has_for_the_output_goes_with_the_tail(model, tmp_path):
     assert changed.layers[5].adapter_bytes == adapter.bytes_of(6) == 4 * 4 * (64 + 320)
 
 
-def test_what_an_adapter_has_for_the_token_embedding_lies_with_the_first_layer(model, tmp_path):
+def test_adapter_tensors_for_the_token_embedding_go_with_the_first_layer(model, tmp_path):
     file = write_adapter(tmp_path / "lora.gguf", of(model, "token_embd.weight"))
     profile = with_adapters(model_profile(model), open_adapters([(file, 1.0)], model))
     assert profile.cut_multiple == 1

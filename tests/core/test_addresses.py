@@ -47,19 +47,19 @@ def test_every_address_that_others_could_reach_is_usable_the_likeliest_first():
     ]
 
 
-def test_people_are_told_addresses_that_lead_here_from_another_machine():
+def test_the_addresses_shown_to_people_are_reachable_from_another_machine():
     shown = ["192.168.1.20", "fd12::20", "2001:db8::20", "192.168.2.20", "10.8.0.2"]
     assert own_hosts("::", interfaces=lambda: ALL) == shown
     assert own_hosts("::", interfaces=lambda: (LO, DOCKER)) == ["172.17.0.1", "fe80::4"], "better than none"
     assert own_hosts("127.0.0.1", interfaces=lambda: ALL) == ["127.0.0.1"]
 
 
-def test_who_listens_on_ipv4_has_no_other_addresses():
+def test_a_listener_on_ipv4_has_no_other_addresses():
     assert usable_addresses(ALL, "0.0.0.0") == ["192.168.1.20", "192.168.2.20", "10.8.0.2", "172.17.0.1"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "192.168.1.20", "fd12::20"])
-def test_who_listens_on_one_address_has_that_one(host):
+def test_a_listener_on_one_address_has_only_that_one(host):
     assert usable_addresses(ALL, host) == [host]
 
 
@@ -96,7 +96,7 @@ def test_an_interface_and_another_ones_address_contradict_each_other():
         usable_addresses(ALL, "192.168.1.20", "wlan0")
 
 
-def test_a_machine_full_of_bridges_announces_its_real_addresses():
+def test_a_machine_with_many_virtual_interfaces_announces_its_real_addresses():
     pads = [interface(f"br-{i}", 10 + i, f"172.{18 + i}.0.1/16") for i in range(40)]
     found = usable_addresses((*pads, ETH), "::")
     assert len(found) == MAX_ANNOUNCED
@@ -116,7 +116,7 @@ def test_mdns_is_spoken_on_every_interface_once_over_ipv6():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.0.0.9"])
-def test_who_stays_on_this_machine_speaks_through_loopback(host):
+def test_a_listener_on_this_machine_only_uses_loopback_for_mdns(host):
     assert multicast_addresses(ALL, host) == ["127.0.0.1"]
 
 
@@ -126,7 +126,7 @@ def test_without_a_network_mdns_is_spoken_on_loopback():
     assert multicast_addresses(ALL, "::", "eth1") == []
 
 
-def test_near_addresses_come_first_and_those_of_bridges_last():
+def test_near_addresses_come_first_and_virtual_ones_last():
     peer = ["172.17.0.1", "10.8.0.9", "8.8.4.4", "fe80::99%2", "fd12::99", "192.168.1.99", "2600::1"]
     assert order_by_likelihood(peer, ALL) == [
         "192.168.1.99",
@@ -139,7 +139,7 @@ def test_near_addresses_come_first_and_those_of_bridges_last():
     ]
 
 
-def test_the_bridge_of_every_docker_comes_last_where_there_is_none_too():
+def test_the_usual_docker_subnet_comes_last_also_on_a_machine_without_docker():
     assert order_by_likelihood(["172.17.0.1", "10.0.0.5"], [ETH]) == ["10.0.0.5", "172.17.0.1"]
 
 
@@ -153,7 +153,7 @@ def test_a_subnet_of_a_dead_interface_is_not_near():
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.251", "ff02::fb", "fe80::1", "x", "", "1.2.3.4.5"])
-def test_what_is_no_address_of_a_device_is_left_out(address):
+def test_an_address_that_no_device_can_have_is_left_out(address):
     assert order_by_likelihood([address, "192.168.1.5"], ALL) == ["192.168.1.5"]
 
 
@@ -162,7 +162,7 @@ def test_loopback_is_tried_where_there_is_nothing_else():
     assert order_by_likelihood(["127.0.0.1", "192.168.1.5"], ALL) == ["192.168.1.5"]
 
 
-def test_what_is_virtual_is_known_by_its_interface():
+def test_virtual_addresses_are_recognised_by_their_interface():
     assert [address for address in usable_addresses(ALL, "::") if is_virtual(address, ALL)] == [
         "10.8.0.2",
         "172.17.0.1",

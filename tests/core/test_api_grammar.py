@@ -134,7 +134,7 @@ VACUOUS = [
 
 
 @pytest.mark.parametrize("schema", VACUOUS)
-def test_what_asks_for_nothing_is_left_out(schema):
+def test_a_keyword_that_constrains_nothing_is_left_out(schema):
     of_schema(schema)
     of_schema({"type": "object", "properties": {"a": {"items": schema}}, "$defs": schema.get("$defs", {})})
 
@@ -222,7 +222,7 @@ NARROWING = [
 
 
 @pytest.mark.parametrize(("schema", "values"), NARROWING)
-def test_what_can_be_said_otherwise_is_guaranteed(schema, values):
+def test_a_keyword_that_can_be_rewritten_is_enforced(schema, values):
     grammar = of_schema(schema)
     judged = [jsonschema.Draft202012Validator(schema).is_valid(value) for value in values]
     assert [fits(grammar, json.dumps(value)) for value in values] == judged
@@ -259,7 +259,7 @@ def test_texts_that_may_not_repeat_may():
 @pytest.mark.parametrize(
     "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}]
 )
-def test_what_is_nothing_but_itself_is_refused(schema):
+def test_a_rule_that_only_refers_to_itself_is_refused(schema):
     assert "'$ref': refers to itself" in str(refusal(of_schema, schema))
     for text in ("start: start", "root ::= root"):
         assert "a rule only refers to itself" in str(refusal(of_text, text))
@@ -293,7 +293,7 @@ def test_a_schema_that_is_too_deep_or_too_long_is_refused():
     ],
     ids=["multiple", "properties", "names", "nested look-ahead", "nested groups"],
 )
-def test_what_takes_seconds_to_read_is_refused_before(schema):
+def test_a_schema_that_would_take_seconds_to_parse_is_refused_first(schema):
     assert refusal(of_schema, schema).code == "unsupported_schema"
 
 

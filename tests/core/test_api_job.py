@@ -66,7 +66,7 @@ def test_the_defaults_are_those_of_llama_cpp():
     assert chat().choices[0].max_tokens == 100 - 3
 
 
-def test_what_the_model_file_recommends_is_the_default():
+def test_the_sampling_values_of_the_model_file_are_the_defaults():
     recommended = SamplingDefaults(temperature=0.3, top_k=0, min_p=0.1, xtc_probability=0.5)
     on = dataclasses.replace(served(), sampling=recommended)
     sampling = completion(on).choices[0].sampling
@@ -122,7 +122,7 @@ def test_every_sampler_is_passed_on(field, value, name, expected):
     assert {field for field in USUAL.__struct_fields__ if getattr(sampling, field) != getattr(USUAL, field)} <= changed
 
 
-def test_dry_looks_as_far_as_it_is_told():
+def test_dry_looks_back_as_many_tokens_as_requested():
     assert completion(dry_multiplier=1, dry_penalty_last_n=5).choices[0].sampling.dry_tokens == 5
 
 
@@ -142,7 +142,7 @@ def test_minus_one_is_no_bound_and_no_seed():
         {"grammar": 'start: "null"'},
     ],
 )
-def test_every_way_to_say_what_an_answer_is(fields):
+def test_every_field_that_constrains_the_completion_is_enforced(fields):
     for ask in (chat, completion):
         grammar = ask(**fields).choices[0].sampling.grammar
         matcher = LLMatcher(BYTES, grammar, log_level=0)
@@ -152,7 +152,7 @@ def test_every_way_to_say_what_an_answer_is(fields):
     assert chat(response_format={"type": "text"}).choices[0].sampling.grammar is None
 
 
-def test_what_an_answer_is_is_said_once():
+def test_a_completion_has_at_most_one_constraint():
     error = refusal(chat, response_format={"type": "json_object"}, grammar='root ::= "x"')
     assert error.param == "grammar"
     assert refusal(chat, response_format={"type": "json_schema"}).param == "response_format"
@@ -309,7 +309,7 @@ def test_a_text_that_no_tokens_could_make_short_enough_is_refused_before_it_is_r
         assert (exc.code, exc.prompt_tokens) == ("context_length_exceeded", 100)
 
 
-def test_what_is_echoed_is_bounded_with_all_its_repetitions(monkeypatch):
+def test_echoed_text_is_bounded_including_its_repetitions(monkeypatch):
     monkeypatch.setattr(job, "MAX_ECHO_CHARS", 256)
     for prompt, n, fits in (
         ("aa", 128, True),

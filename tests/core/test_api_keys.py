@@ -71,7 +71,7 @@ def test_a_key_that_is_taken_away_lets_nobody_in_any_more():
         door.enter("/v1/models", KEY, 0.0)
 
 
-def test_each_key_has_its_own_allowance_and_a_new_limit_begins_anew():
+def test_each_key_has_its_own_allowance_and_a_new_limit_starts_full():
     keys = [LAPTOP, limited(requests=1)]
     door = Door(lambda: keys)
     door.enter("/status", "guest", 0.0)

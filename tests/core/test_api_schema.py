@@ -109,7 +109,7 @@ def test_unknown_fields_are_ignored():
     chat(user="me", store=True, metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, made_up=[[[1]]])
 
 
-def test_unknown_fields_are_told_once_a_request(caplog):
+def test_unknown_fields_are_logged_once_per_request(caplog):
     with caplog.at_level("INFO"):
         chat(user="me", **{f"made\nup{i}": i for i in range(20)}, **{"z" * 500: 1})
     (line,) = caplog.messages
@@ -118,7 +118,7 @@ def test_unknown_fields_are_told_once_a_request(caplog):
     assert len(line) < 500
 
 
-def test_what_llama_cpps_server_takes_is_fine():
+def test_fields_of_llama_cpps_server_are_accepted():
     chat(cache_prompt=True, timings_per_token=True, return_progress=False, id_slot=-1, samplers=[], seed=-1)
 
 
@@ -203,7 +203,7 @@ def test_the_four_forms_of_a_prompt(prompt, prompts):
         ({"suffix": 5}, "suffix"),
     ],
 )
-def test_what_completions_do_not_do(fields, param):
+def test_fields_that_only_chat_has_are_refused_in_completions(fields, param):
     assert refusal(completion, **fields).param == param
 
 

@@ -68,7 +68,7 @@ def test_entries_are_the_tokens_that_begin_in_the_text(text, stops, cuts):
 
 
 @given(raw_bytes, cuts)
-def test_what_was_sent_never_changes(data, cuts):
+def test_text_that_was_sent_never_changes(data, cuts):
     transcript: Transcript[None] = Transcript([])
     text, whole = "", data.decode("utf-8", "replace")
     for piece in split(data, cuts):
@@ -102,7 +102,7 @@ def test_text_is_held_back_only_while_it_could_be_a_stop_string():
     assert fed == ["a", "", "##b", "c"]
 
 
-def test_what_is_held_back_is_flushed_at_the_end():
+def test_text_that_is_held_back_is_flushed_at_the_end():
     transcript: Transcript[int] = Transcript(["###"])
     assert transcript.feed(b"a##", 0).text == "a"
     assert transcript.finish().text == "##"

@@ -234,7 +234,9 @@ def test_windows_do_not_scale_what_the_head_has_scaled():
         ("falcon-h1", {}, 1),
     ],
 )
-def test_what_a_window_of_a_hybrid_has_not_stands_behind_it_and_the_tail_has_both(architecture, keys, tail):
+def test_a_window_of_a_hybrid_has_the_missing_kind_of_layer_after_its_own_and_the_tail_has_both_kinds(
+    architecture, keys, tail
+):
     header = model(architecture, 12, **{key.replace(".", "__"): content for key, content in keys.items()})
     assert cuttable(header).name == architecture
     assert (cut_multiple(header), tail_layers(header)) == (1, tail)
@@ -250,7 +252,7 @@ def test_what_a_window_of_a_hybrid_has_not_stands_behind_it_and_the_tail_has_bot
                 assert values[key] == [*content[first:last], *(content[layer] for layer in behind)]
 
 
-def test_keys_and_values_of_one_head_stand_behind_a_window_that_does_not_attend():
+def test_a_window_without_attention_has_keys_and_values_of_one_head_after_its_layers():
     tensors = [f"blk.{layer}.attn_{name}.weight" for layer in (3, 7) for name in "kv"]
     for architecture, heads in (("jamba", [0, 0, 1]), ("qwen35", 1)):
         header = model(architecture, 8, tensors=tensors)
@@ -435,7 +437,7 @@ def test_activation_precision_by_tensor_name_is_refused():
     refuses(model("llama", general={"general.tensor_extra.name": [1]}), "general.tensor_extra.name")
 
 
-def test_a_tail_that_predicts_has_the_layer_for_it_behind_its_own():
+def test_a_tail_that_predicts_has_the_prediction_layer_after_its_own():
     header = model("glm4moe", 7, nextn_predict_layers=1, leading_dense_block_count=1, feed_forward_length=[*range(7)])
     for first, last, lengths in ((4, 6, [4, 5, 6]), (2, 4, [2, 3])):
         made = window_values(header, first, last, vocabulary=1, predicts=True)
@@ -549,7 +551,7 @@ def test_layers_that_use_the_cells_of_others_are_in_the_last_window_with_them(la
             window_values(header, (layers - 1) // 2 * 2, layers, vocabulary=1)
 
 
-def test_what_layers_take_beside_hidden_states_goes_as_far_as_windows_need_it():
+def test_inputs_of_layers_besides_hidden_states_go_as_far_as_windows_need_them():
     assert beside_values(per_layer(35, 5, 20)) == 4 + 12 * 256 + 1
     assert beside_values(model("gemma4", attention__sliding_window=8)) == 0
 

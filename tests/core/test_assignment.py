@@ -111,7 +111,7 @@ def test_the_engine_keeps_what_is_assigned_and_reads_the_rest(seed):
 
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 32))
-def test_what_fits_does_not_stream(seed):
+def test_layers_that_fit_do_not_stream(seed):
     rng = random.Random(seed)
     asked = random_instance(rng, memory="ample")
     plan = replace(random_plan(rng, asked), streaming=())
@@ -142,7 +142,7 @@ def test_plan_and_status_say_the_same(seed):
 
 
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.75, 0.9, 0.97])
-def test_a_device_alone_reads_what_is_said(share):
+def test_a_single_device_reads_as_many_bytes_as_predicted(share):
     """During decode, the compute buffer's memory holds weights too."""
     whole = 20 * LAYER + 60 * MB + RUNTIME_BYTES + 120 * MB
     asked = question(int(share * whole))
@@ -157,7 +157,7 @@ def test_a_device_alone_reads_what_is_said(share):
     assert reported.tpot_s >= reported.disk_s
 
 
-def test_of_layers_with_experts_nothing_is_held_ahead():
+def test_layers_with_experts_have_no_read_ahead():
     toy = planning.model(layers=4, layer_bytes=10 * MB)
     layer = replace(toy.layers[0], expert_bytes_by_type={"Q4_K": 90 * MB})
     toy = replace(toy, layers=(layer,) * 4, experts=8, experts_used=2)

@@ -116,7 +116,7 @@ def finished(request: int) -> Finished:
     )
 
 
-async def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_drawn():
+async def test_a_generation_resumes_in_the_next_ring_with_its_sampled_tokens():
     backend = RingBackend()
     first = await attach(backend, 1)
     reader = Reader(ask(backend, 5, 6))
@@ -140,7 +140,7 @@ async def test_a_generation_goes_on_in_the_next_ring_with_the_tokens_that_were_d
     assert backend.generations == 0
 
 
-async def test_generations_go_on_in_the_order_in_which_they_came():
+async def test_generations_resume_in_the_order_in_which_they_arrived():
     backend = RingBackend()
     await attach(backend, 1)
     readers = [Reader(ask(backend, i + 1)) for i in range(4)]
@@ -172,7 +172,7 @@ async def test_generations_that_are_asked_for_at_once_come_to_the_ring_at_once()
         await reader.cancel()
 
 
-async def test_what_an_older_ring_says_late_is_dropped():
+async def test_late_events_of_an_older_ring_are_dropped():
     backend = RingBackend()
     first = await attach(backend, 1)
     reader = Reader(ask(backend))
@@ -331,7 +331,7 @@ async def test_health_is_not_well_while_a_step_is_overdue_for_more_than_a_moment
     await reader.cancel()
 
 
-async def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_further_go_on():
+async def test_a_request_under_which_ring_after_ring_breaks_ends_and_others_that_progress_continue():
     backend = RingBackend()
     ring = await attach(backend, 1)
     poison, other = (Reader(ask(backend, number)) for number in (1, 2))
@@ -352,7 +352,7 @@ async def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_
     await other.cancel()
 
 
-async def test_who_goes_away_cancels_in_the_ring_that_serves_then():
+async def test_a_client_that_disconnects_cancels_in_the_ring_that_serves_then():
     backend = RingBackend()
     first = await attach(backend, 1)
     reader = Reader(ask(backend))
@@ -366,7 +366,7 @@ async def test_who_goes_away_cancels_in_the_ring_that_serves_then():
     assert backend.generations == 0
 
 
-async def test_who_goes_away_while_the_next_ring_is_told_is_not_computed_there():
+async def test_a_request_cancelled_while_requests_move_to_the_next_ring_is_not_computed_there():
     backend = RingBackend()
     await attach(backend, 1)
     readers = [Reader(ask(backend)) for _ in range(2)]
@@ -405,7 +405,7 @@ async def test_a_prompt_that_does_not_fit_the_next_ring_ends_with_an_error():
     await short.cancel()
 
 
-async def test_a_ring_that_begins_anew_says_nothing_twice_of_how_much_of_a_prompt_is_computed():
+async def test_a_ring_that_restarts_a_prompt_repeats_no_progress_event():
     backend = RingBackend()
     await attach(backend, 1)
     reader = Reader(ask(backend, *range(1, 9)))
@@ -450,7 +450,7 @@ async def test_a_caller_that_fills_the_queue_locks_no_other_out():
     assert all(each.task.cancelled() or isinstance(each.task.exception(), RequestError) for each in readers)
 
 
-async def test_what_belongs_to_a_request_that_was_let_in_is_not_refused():
+async def test_further_choices_of_an_admitted_request_are_not_refused():
     backend = RingBackend(max_waiting=1)
     ring = await attach(backend, 1)
     readers = [Reader(ask(backend, may_expire=number == 0)) for number in range(3)]
@@ -483,7 +483,7 @@ async def test_requests_have_their_places_while_kept_cells_are_looked_for():
 
 
 @pytest.mark.parametrize(("logprobs", "maximum"), [(None, MAX_UNREAD), (20, MAX_UNREAD // 21)])
-async def test_who_is_too_far_behind_with_reading_hears_so_and_holds_no_more(logprobs, maximum):
+async def test_a_client_that_reads_too_slowly_gets_an_error_and_is_cancelled(logprobs, maximum):
     backend = RingBackend()
     ring = await attach(backend, 1)
     answer = ask(backend, tokens=10 * MAX_UNREAD, logprobs=logprobs)
@@ -556,7 +556,7 @@ async def test_pictures_of_one_caller_leave_room_for_those_of_others(monkeypatch
         await each.task
 
 
-async def test_one_that_waited_for_devices_too_long_hears_what_goes_on():
+async def test_a_request_that_waited_for_devices_too_long_gets_the_reason():
     backend = RingBackend(max_wait_s=0.0)
     backend.hold("a device is gone")
     with pytest.raises(RingError, match="a device is gone"):
@@ -577,7 +577,7 @@ class BeginningRing(FakeRing):
         self.backend = backend
 
 
-async def test_one_that_has_begun_goes_on_however_long_it_takes():
+async def test_a_request_that_has_begun_continues_however_long_it_takes():
     backend = RingBackend(max_wait_s=0.0)
     ring = BeginningRing(1, backend)
     await backend.attach(SERVED, 1, ring.send, ring.status, "serving")
@@ -682,7 +682,7 @@ def chain(*ends: int, root: str = "root") -> list[KvBlock]:
     return blocks
 
 
-async def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_goes_on_from_there():
+async def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_continues_from_there():
     backend = RingBackend()
     await attach(backend, 1)
     reader = Reader(ask(backend, 1, 2))
@@ -743,7 +743,7 @@ async def test_an_answer_that_was_begun_keeps_its_chunks_and_the_others_have_tho
         await reader.cancel()
 
 
-async def test_what_is_there_of_a_prompt_goes_with_it_unless_the_ring_changed_meanwhile():
+async def test_stored_blocks_of_a_prompt_go_with_it_unless_the_ring_changed_meanwhile():
     backend, found = RingBackend(), asyncio.Event()
     blocks = chain(1)
 

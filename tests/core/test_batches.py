@@ -84,7 +84,7 @@ def test_a_prompt_that_comes_while_others_write_waits_for_them_at_every_chunk():
     assert busy.ttft_s > idle.ttft_s
 
 
-def test_exact_batches_are_taken_where_they_keep_nine_tenths_of_what_is_quickest():
+def test_exact_batches_are_used_if_they_keep_nine_tenths_of_the_best_speed():
     found = batches_of("auto", PLAN, question(exactly(7, device("a")), exactly(7, device("b"))), 8)
     assert (found.batching, found.is_exact) == (Batching(rows=7, steps=2), True)
     asked = question(exactly(1, device("a")), exactly(7, device("b")))
@@ -139,7 +139,7 @@ def test_gaps_are_filled_where_a_step_reads_all_that_streams():
     assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
 
 
-def test_answers_of_another_ring_are_computed_anew_as_many_rows_a_step_as_are_known_to_be_exact():
+def test_completions_of_another_ring_are_recomputed_in_the_largest_steps_known_to_be_exact():
     def replays(mode: BatchingMode, sequences: int, *devices: DeviceProfile, **changes) -> tuple[int, int | None]:
         batching = batches_of(mode, PLAN, question(*devices, **changes), sequences).batching
         return batching.replays, batching.cells
@@ -162,7 +162,7 @@ def replaying(rows: int, profile: DeviceProfile) -> DeviceProfile:
     return replace(profile, cpu=replace(profile.cpu, exact_rows=(replace(exact, replay_rows=rows),)))
 
 
-def test_what_is_planned_for_several_sequences_is_what_is_served():
+def test_a_plan_for_several_sequences_is_what_is_served():
     devices = exactly(8, device("a")), exactly(8, device("b"))
     asked_for = wishes(links=("1Gbit/s,1ms",), sequences=8, context_tokens=4096, time_limit_s=600)
     asked = ask(asked_for, devices, (), model())
@@ -184,7 +184,7 @@ def test_what_is_planned_for_several_sequences_is_what_is_served():
     assert f"8 requests: {show_speed(load.tokens_per_s)}, " in shown.get()
 
 
-def test_what_was_not_compared_is_computed_alone():
+def test_rows_that_were_not_compared_are_computed_one_by_one():
     plan, devices = ALONE, [exactly(7, device("a"))]
     assert exact_rows(plan, devices, model()) == 7
     assert exact_rows(plan, devices, replace(model(), experts=8, experts_used=2)) == 1
@@ -234,7 +234,7 @@ def test_chunks_are_small_where_several_answers_were_asked_for():
     assert (min_rows(PLAN, 256), min_rows(PLAN, 16)) == (64, 16)
 
 
-def test_a_step_has_room_for_a_picture_whose_rows_see_each_other_however_small_chunks_are():
+def test_a_step_has_room_for_a_picture_whose_rows_attend_to_each_other_even_where_chunks_are_small():
     run = wishes(context_tokens=4096, sequences=2, whole_rows=280)
     whole_rows = ask(run, [device("a")], (), model()).workload.whole_rows
     asked = question(exactly(8, device("a")), exactly(8, device("b")), whole_rows=whole_rows)

@@ -41,7 +41,7 @@ def test_nothing_streams_where_all_fits():
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_who_is_short_of_memory_streams_just_enough(rounds):
+def test_a_device_that_is_short_of_memory_streams_just_enough(rounds):
     plan, prediction = by_hand(4 * GB, 2 * GB, windows=(9 // rounds, 9 // rounds), rounds=rounds)
     assert [streaming.device for streaming in plan.streaming] == ["d1"]
     streaming = plan.streaming_of("d1")
@@ -51,7 +51,7 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
     assert 2 * GB - 4096 <= prediction.devices[1].ram_bytes <= 2 * GB
 
 
-def test_the_least_memory_streams_all_layers():
+def test_with_the_minimum_of_memory_all_layers_stream():
     needs = instance([device("d0", ram=GB)], [], model(), WORK, {})
     bare = plan_by_hand(["d0"], (20,), 1, model())
     (short,) = evaluate(residency(bare, needs), needs).short
@@ -65,7 +65,7 @@ def test_the_least_memory_streams_all_layers():
         by_hand(minimum - 1, windows=(20,))
 
 
-def test_who_has_less_than_that_is_named_with_what_is_missing():
+def test_a_device_with_less_than_the_minimum_is_named_with_the_missing_bytes():
     with pytest.raises(
         PlanError, match=r"^--windows: d1 is short of \d+ MB of RAM for its 9 layers, streaming included; give it"
     ):

@@ -47,7 +47,7 @@ def test_a_new_cache_lacks_everything(folder, layers):
     assert missing(LayerCache(folder), refs) == refs
 
 
-def test_what_was_written_is_there_now_and_later(folder, layers):
+def test_a_written_layer_is_present_now_and_later(folder, layers):
     cache = LayerCache(folder)
     ref = put(cache, layers[0])
     assert cache.has(ref)
@@ -100,7 +100,7 @@ def rot(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_what_is_doubted_is_hashed_again(folder, layers, is_named):
+def test_a_doubted_file_is_hashed_again(folder, layers, is_named):
     cache = LayerCache(folder)
     first, second = put(cache, layers[0]), put(cache, layers[1])
     for ref in (first, second):
@@ -137,7 +137,7 @@ def test_files_that_somebody_touched_are_known_without_reading_them(folder, laye
     assert cache.touched({same.digest}) == []
 
 
-def test_what_is_verified_in_a_thread_meanwhile_is_no_trouble_to_who_looks_for_changes(folder, layers, monkeypatch):
+def test_a_layer_verified_in_a_thread_does_not_disturb_the_look_for_changes(folder, layers, monkeypatch):
     cache = LayerCache(folder)
     first, second = put(cache, layers[0]), put(cache, layers[1])
     cache.doubt(None, [second.digest])
@@ -179,7 +179,7 @@ def test_something_else_under_the_name_of_a_layer_is_one_clear_error(folder, lay
         cache.has(ref)
 
 
-def test_what_a_crash_left_on_its_way_is_removed(folder):
+def test_partial_files_that_a_crash_left_are_removed(folder):
     LayerCache(folder)
     (folder / "partial" / "rest").write_bytes(b"x")
     LayerCache(folder)

@@ -260,7 +260,7 @@ def test_an_argument_may_contain_the_end_of_a_call(printed):
     assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": printed})])
 
 
-def test_a_bad_escape_ends_a_call_and_calls_behind_it_are_read():
+def test_a_bad_escape_ends_a_call_and_later_calls_are_read():
     wrong, right = '[TOOL_CALLS]f[ARGS]{"a": "\\u12"}', '[TOOL_CALLS]f[ARGS]{"a": 1}'
     assert (
         read("mistral", [wrong + right])
@@ -329,7 +329,7 @@ def test_any_splitting_of_any_text_is_read_alike(name, text, opened, data):
         ("qwen3-coder", "a </tool_call>"),
     ],
 )
-def test_what_stands_around_calls_is_text_elsewhere(name, text):
+def test_markers_of_other_formats_are_text(name, text):
     for pieces in ([text], list(text)):
         assert read(name, pieces) == ("", text, [])
 
@@ -339,7 +339,7 @@ def test_a_model_may_open_thoughts_that_the_prompt_opened():
         assert read("hermes", pieces, thinking=THINK, opened=True) == ("Hm.", "Hi", [])
 
 
-def test_what_never_becomes_a_call_is_given_up():
+def test_text_that_never_becomes_a_call_is_returned_as_text():
     for text in (f"[TOOL_CALLS]{'x' * MAX_PREFIX_CHARS}", f"<|python_tag|>{'x' * MAX_PREFIX_CHARS}"):
         name = "mistral" if text.startswith("[") else "llama3-json"
         assert read(name, [text, " more"])[1] == f"{text} more"

@@ -159,7 +159,7 @@ def test_a_form_goes_by_its_name_and_stands_for_it():
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.call_form is not None])
-def test_what_a_grammar_has_a_model_write_is_read(name):
+def test_a_call_that_a_grammar_enforces_is_read(name):
     form = FORMS[name].call_form
     assert form is not None
     calls = [written_call("weather", json.dumps(ROME), form), written_call("now", "{}", form)]
@@ -222,7 +222,7 @@ def test_text_before_calls_and_several_of_them(name):
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 5000])
-def test_what_is_no_json_ends_a_call_and_is_text(number):
+def test_invalid_json_ends_a_call_and_is_text(number):
     before, after = SAID["hermes"].split("3")
     cut = before.partition('"arguments": ')[2]
     for pieces in ([before, number, after], [before + number + after]):
@@ -237,7 +237,7 @@ def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_call_is_told_as_it_forms(name):
+def test_a_call_is_streamed_as_it_forms(name):
     reader = CompletionReading(
         form=name, thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
@@ -263,7 +263,7 @@ def test_a_call_is_told_as_it_forms(name):
         ("json", f"[{CALL}", ""),
     ],
 )
-def test_what_does_not_close_a_call_is_text(name, text, rest):
+def test_text_that_does_not_close_a_call_is_text(name, text, rest):
     assert read(name, [text]) == read(name, list(text)) == ("", rest, [("weather", ROME)])
 
 
@@ -290,7 +290,7 @@ def test_a_list_of_calls():
     assert read("mistral", [text]) == read("mistral", list(text)) == ("", "", [("weather", ROME)] * 2)
 
 
-def test_text_behind_a_call_keeps_its_distance():
+def test_text_after_a_call_keeps_its_whitespace():
     assert read("hermes", list(f"One {SAID['hermes']}\ntwo ")) == ("", "One \ntwo ", [("weather", ROME)])
 
 
@@ -308,7 +308,7 @@ def test_channels():
     assert '"city": "Rome"' in text
 
 
-def test_what_frames_an_answer_is_no_text():
+def test_markers_around_a_completion_are_no_text():
     for name, text in (
         ("command-r", "<|START_RESPONSE|>Hi there.<|END_RESPONSE|>"),
         ("kimi-k3", "<|open|>response<|sep|>Hi there.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"),
@@ -355,7 +355,7 @@ def test_a_marker_inside_of_thoughts_is_no_call():
         '{"name": "weather"} ',
     ],
 )
-def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(printed):
+def test_thoughts_after_a_marker_that_begins_no_call_are_streamed_at_once(printed):
     reader = CompletionReading(
         form="hermes", thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
@@ -463,14 +463,14 @@ def test_the_form_is_read_off_the_template(template, name):
         ("<|function_call|>", "Hi<|message_sep|>", "", "Hi"),
     ],
 )
-def test_what_families_write_around_their_answers_is_no_text(template, answer, thought, printed):
+def test_markers_that_families_write_around_completions_are_no_text(template, answer, thought, printed):
     manner = manner_of(template, AUTO)
     for name in {manner.form.name if manner.form.reads_text else None, manner.form.name}:
         for pieces in ([answer], list(answer)):
             assert read(name, pieces, thinking=manner.thinking) == (thought, printed, [])
 
 
-def test_objects_behind_each_other_are_several_calls():
+def test_consecutive_objects_are_several_calls():
     for name, begin, end in (
         ("tool-calls", "<tool_calls>", "</tool_calls>"),
         ("hermes", "<tool_call>", "</tool_call>"),

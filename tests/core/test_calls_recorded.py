@@ -117,7 +117,7 @@ def test_every_splitting_is_read_alike(number, data):
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gpt-oss", "hermes", "kimi", "llama3-json", "mistral"])
-def test_arguments_are_told_as_they_form(name):
+def test_arguments_are_streamed_as_they_form(name):
     reported = 0
     for number in range(len(OURS)):
         if reading(number).form != name:

@@ -94,7 +94,7 @@ def test_other_values_are_read_where_they_are_allowed(schema, text, value):
     assert (type(found), found) == (type(value), value)
 
 
-def test_what_the_writer_says_of_a_value_counts():
+def test_a_type_that_the_format_marks_decides():
     either = ArgumentPlace([{"type": ["string", "integer"]}], {})
     assert either.value("5", is_text=True) == "5"
     assert either.value("5", is_text=False) == 5
@@ -164,7 +164,7 @@ def test_every_form_keeps_optional_texts(name):
         ("gemma", "call:f{s:[True,{None:False}]}", [True, {"None": False}]),
     ],
 )
-def test_what_templates_write_without_escaping_it_is_read(form, text, value):
+def test_text_that_templates_write_without_escaping_is_read(form, text, value):
     calls = FORMS[form].parse(text, {"f": None})
     assert calls is not None
     assert json.loads(calls[0].arguments)["s"] == value

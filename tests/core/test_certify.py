@@ -91,7 +91,7 @@ def checked(child, header, **wanted):
     return check(header, Wanted(**wanted), lambda what: None)
 
 
-def test_what_equals_everywhere_is_certified(child):
+def test_a_model_that_is_equal_in_every_check_is_certified(child):
     verdict = checked(child, model("gemma3", 12, **SLIDING))
     assert (verdict.result, verdict.why, verdict.left) == ("certified", "", ())
     assert verdict.routes[0].cuts == tuple(range(13))
@@ -117,7 +117,7 @@ def test_shares_of_an_architecture_that_nobody_knows_are_taken_only_where_they_w
 
 
 @pytest.mark.parametrize("bad", [{5}, {1}, {11}, {3, 4}, {2, 7, 9}])
-def test_a_cut_that_is_not_exact_is_told_by_its_layer_and_no_other_is(child, bad):
+def test_exactly_the_cuts_that_are_not_exact_are_reported_by_layer(child, bad):
     child.bad = frozenset(bad)
     verdict = checked(child, model("llama", 12))
     assert verdict.result == "not certified"
@@ -126,7 +126,7 @@ def test_a_cut_that_is_not_exact_is_told_by_its_layer_and_no_other_is(child, bad
         assert f"layer {layer}" in verdict.why
 
 
-def test_a_window_that_is_not_exact_is_told_by_both_its_ends(child):
+def test_a_window_that_is_not_exact_is_reported_with_both_its_ends(child):
     child.bad_pairs = frozenset([(3, 4)])
     verdict = checked(child, model("llama", 12))
     assert [each.layers for each in verdict.forbidden] == [(3, 4)]
@@ -171,7 +171,7 @@ def test_a_key_that_windows_do_without_may_be_ignored(child):
     assert [key.outcome for key in verdict.keys if key.key == "phi3.attention.sliding_window"] == ["ignored"]
 
 
-def test_a_second_way_is_tried_where_the_first_cannot_be_computed(child):
+def test_a_second_route_is_tried_if_the_first_cannot_be_computed(child):
     child.ways = frozenset(WAYS[1:])
     assert checked(child, model("llama")).result == "certified"
     child.ways = frozenset()
@@ -180,7 +180,7 @@ def test_a_second_way_is_tried_where_the_first_cannot_be_computed(child):
     assert "no tiny model of it" in verdict.why
 
 
-def test_what_was_not_tried_in_time_is_told(child, monkeypatch):
+def test_checks_that_did_not_run_in_time_are_reported(child, monkeypatch):
     ticks = count(0, 10)
     clock = SimpleNamespace(monotonic=lambda: next(ticks), strftime=time.strftime, gmtime=time.gmtime)
     monkeypatch.setattr(checking, "time", clock)
@@ -210,7 +210,7 @@ def test_cuts_that_the_rules_refuse_are_refused_by_them(child):
 
 
 @given(st.integers(2, 40), st.sets(st.integers(1, 39), max_size=6))
-def test_every_bad_cut_is_blamed_and_no_other(layers, bad):
+def test_exactly_the_bad_cuts_are_found(layers, bad):
     cuts, bad = range(1, layers), {each for each in bad if each < layers}
     if bad:
         found = failing_cuts(cuts, lambda some: "bad" if bad & set(some) else "")
@@ -289,7 +289,7 @@ def test_a_damaged_record_counts_as_none(tmp_path, content):
     assert load_verdict(tmp_path, header) is None
 
 
-def test_lines_say_what_is_known(tmp_path):
+def test_the_verdict_line_shows_the_known_result(tmp_path):
     path = tmp_path / "m.gguf"
     assert verdict_line(None, path) == f"not checked: primad check {path}"
     failed = msgspec.structs.replace(VERDICT, result="not certified", why="windows that begin at layer 3 are not exact")

@@ -46,7 +46,7 @@ def test_the_same_prompt_is_computed_once():
     assert [computed(ring, request, turn) for request in (2, 3)] == [0, 0]
 
 
-def test_a_last_message_that_is_written_anew_is_computed_alone():
+def test_of_a_prompt_with_a_rewritten_last_message_only_that_message_is_computed():
     ring, history = ring_of(), message(40)
     computed(ring, 1, history + message(10, 3) + message(2))
     assert computed(ring, 2, history + message(12, 5) + message(2)) == 14
@@ -74,7 +74,7 @@ def test_no_more_states_are_kept_than_a_ring_has_room_for_and_each_sequence_has_
     assert computed(ring, 9, texts[max(kept)]) <= 12, "its last chunk"
 
 
-def test_who_wants_nothing_reused_begins_anew():
+def test_a_request_that_reuses_nothing_computes_its_whole_prompt_again():
     ring, text = ring_of(), message(40)
     computed(ring, 1, text)
     before = len(ring.windows[0].steps)

@@ -38,7 +38,7 @@ class Writing:
 
 
 @pytest.mark.parametrize(("count", "at_once", "maximum"), [(1, 4, 1), (3, 1, 1), (5, 2, 2), (3, 9, 3)])
-async def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, maximum):
+async def test_each_choice_yields_all_its_parts_in_order_and_a_bounded_number_is_open(count, at_once, maximum):
     writing = Writing()
     reported = [each async for each in together(writing.begins(count), at_once)]
     for place in range(count):
@@ -52,14 +52,14 @@ async def test_one_at_a_time_each_ends_before_the_next_begins():
 
 
 @pytest.mark.parametrize("fails", [0, 2])
-async def test_what_one_raises_ends_all(fails):
+async def test_an_error_in_one_choice_ends_all(fails):
     writing = Writing(parts=50, fails=fails)
     with pytest.raises(RingError, match="broken"):
         assert [each async for each in together(writing.begins(3), 3)]
     assert writing.open == set()
 
 
-async def test_who_closes_it_closes_all_and_none_gives_much_more_than_is_taken():
+async def test_closing_the_iterator_closes_all_choices_and_none_runs_far_ahead():
     writing = Writing(parts=1000)
     choices = together(writing.begins(4), 4)
     for _ in range(5):

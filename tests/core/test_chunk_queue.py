@@ -52,7 +52,7 @@ def test_a_source_that_was_not_reached_is_asked_for_nothing_and_may_hold_all():
     assert chunks.unavailable() == ["a"]
 
 
-def test_what_a_dropped_source_owes_goes_to_the_others_first():
+def test_chunks_that_a_dropped_source_owes_go_to_the_others_first():
     chunks = queue(one="a", two="a")
     chunks.add("c", range(5))
     assert [chunks.take("one"), chunks.take("one")] == [ChunkId("a", 0), ChunkId("a", 1)]

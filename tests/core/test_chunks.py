@@ -42,7 +42,7 @@ def test_a_chunk_ends_after_its_rows_or_before_a_message(prompt, expected):
 
 
 @given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12))
-def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other, rows, minimum):
+def test_prompts_with_a_common_prefix_have_the_same_chunks_in_it(common, one, other, rows, minimum):
     of = chunking(rows, min(rows, minimum))
     first, second = common + one, common + other
     assert [end for end in ends(of, first) if end < len(common)] == [
@@ -52,7 +52,7 @@ def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other
 
 @given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12))
 @example([1] * 8, [], [1], 8, 3)
-def test_what_two_prompts_have_in_common_are_whole_chunks_of_both(common, one, other, rows, minimum):
+def test_the_common_part_of_two_prompts_is_whole_chunks_of_both(common, one, other, rows, minimum):
     of = chunking(rows, min(rows, minimum))
     first, second = common + one, common + other
     found = of.common(first, second)
@@ -61,7 +61,7 @@ def test_what_two_prompts_have_in_common_are_whole_chunks_of_both(common, one, o
 
 
 @given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20))
-def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows, minimum, done):
+def test_reused_tokens_were_computed_in_the_same_chunks(common, one, other, rows, minimum, done):
     of = chunking(rows, min(rows, minimum))
     before, prompt = common + one, common + other
     computed = ends(of, before)[:done]
@@ -75,7 +75,7 @@ def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows
 
 
 @given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4))
-def test_of_a_chunk_the_first_pieces_are_reused_where_enough_rows_are_behind_them(
+def test_the_first_pieces_of_a_chunk_are_reused_where_enough_rows_follow_them(
     common, one, other, rows, minimum, done, multiple
 ):
     whole = chunking(rows, min(rows, minimum))
@@ -116,7 +116,7 @@ def test_chunks_of_another_size_are_not_reused_even_where_both_end():
     assert chunking(4, 4).reused(prompt, Computed(prompt, [4, 12, 16])) == 4
 
 
-def test_an_answer_goes_on_in_the_chunks_that_its_prompt_was_computed_in_if_a_step_may_have_them():
+def test_a_request_resumes_with_its_earlier_chunk_size_if_a_step_has_room_for_it():
     own = Chunking(rows=8, minimum=4, begins=lambda _: False, step_rows=16)
     larger = ChunkSize(rows=16, minimum=16)
     assert own.of(None) is own

@@ -326,7 +326,7 @@ def test_an_unknown_key_in_the_file_is_refused(home, key):
     assert f"unknown key '{key}'; known are name, cluster" in text
 
 
-def test_a_key_with_a_slip_is_told_which_one_was_meant(home):
+def test_a_misspelt_key_is_refused_with_the_likely_one(home):
     assert (
         refusal(home, environ={"PRIMAD_MAXRAM": "8GB"})
         == "PRIMAD_MAXRAM: no such variable; did you mean PRIMAD_MAX_RAM?"
@@ -352,7 +352,7 @@ def test_a_relative_home_in_a_folder_that_is_gone_is_refused(tmp_path, monkeypat
 # ---- who may reach this device --------------------------------------------------------------------------------------
 
 
-def test_a_daemon_hears_all_networks_unless_told_otherwise(home, monkeypatch):
+def test_a_daemon_listens_on_all_networks_unless_configured_otherwise(home, monkeypatch):
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
     assert load(home).host == "::"
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)

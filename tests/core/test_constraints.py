@@ -31,7 +31,7 @@ def test_every_package_has_a_version_hashes_and_a_use():
 
 
 @pytest.mark.parametrize("group", ASKED)
-def test_what_is_asked_for_is_locked(group: str):
+def test_every_requirement_is_locked(group: str):
     """Installed dependencies for this system are included."""
     waiting, seen = [Requirement(each) for each in ASKED[group]], set()
     while waiting:

@@ -32,7 +32,7 @@ def test_a_question_comes_after_all_that_was_answered():
     ]
 
 
-def test_a_question_without_an_answer_is_none_of_what_was_said_but_can_be_asked_again():
+def test_a_question_without_a_reply_is_not_part_of_the_history_but_can_be_asked_again():
     talk = printed("one?", "1")
     talk.asking("two?")
     talk.answered("")
@@ -70,7 +70,7 @@ def test_a_slash_begins_a_command(line: str, found: tuple[str, str] | None):
     assert split_command(line) == found
 
 
-def test_thoughts_and_answers_are_told_apart_and_counted():
+def test_thoughts_and_replies_are_distinguished_and_counted():
     received = Received()
     lines = [
         ": waiting",
@@ -104,7 +104,7 @@ def test_a_stream_of_something_else_is_one_clear_error(line: str):
         Received().take(line, 0.0)
 
 
-def test_an_error_of_the_server_is_told_as_it_says_it():
+def test_an_error_of_the_server_is_shown_in_its_words():
     with pytest.raises(ClusterError, match="primad is stopping"):
         Received().take('data: {"error": {"message": "primad is stopping"}}', 0.0)
 
@@ -113,7 +113,7 @@ def test_no_text_steers_the_terminal():
     assert shown("a\x1b[2Jb\r\x07\u009bc\n\td\U0001f600") == "a[2Jbc\n\td\U0001f600"
 
 
-async def test_much_text_in_a_short_time_is_drawn_at_once_and_nothing_is_lost():
+async def test_much_text_in_a_short_time_is_drawn_together_and_nothing_is_lost():
     drawn: list[Piece] = []
     drawing = Drawing(drawn.append, between_s=3600.0)
     drawing.add([Piece("first")])
@@ -125,7 +125,7 @@ async def test_much_text_in_a_short_time_is_drawn_at_once_and_nothing_is_lost():
     assert drawn == [Piece("first"), Piece("a", is_thought=True), Piece("bc")]
 
 
-async def test_what_came_between_two_screens_is_drawn_though_nothing_follows():
+async def test_text_that_came_between_two_screens_is_drawn_though_nothing_follows():
     second = asyncio.Event()
     drawn: list[str] = []
 

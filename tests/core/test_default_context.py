@@ -71,7 +71,7 @@ def test_the_default_is_what_agents_need_unless_it_costs_streaming_or_half_of_th
 @pytest.mark.parametrize(
     "name", ["qwen3-1.7b", "qwen3-8b", "mistral-nemo-12b", "gpt-oss-20b", "glm4.5-air", "llama3-8b"]
 )
-def test_of_the_models_that_a_house_runs_all_have_the_context_that_agents_need(name):
+def test_all_models_that_a_home_runs_have_the_context_that_agents_need(name):
     fleet, profile = read_fleet("mixed-home"), shape(f"{name}-q4k")
     asked_for = wishes(objective="latency", time_limit_s=0.5, head=fleet.devices[0].device)
     assert _fit((name, ask(asked_for, fleet.devices, fleet.links, profile))).context_tokens >= min(
@@ -131,7 +131,7 @@ def test_clients_that_do_not_fit_are_named_with_what_they_need_and_what_to_type(
     assert too_small_for(context, model(context_tokens=trained)) == printed
 
 
-def test_plan_names_them_where_nobody_said_how_much_context():
+def test_plan_names_clients_that_do_not_fit_unless_the_context_was_set():
     def shown(asked: Question) -> str:
         console = Console(width=160)
         with console.capture() as captured:

@@ -24,7 +24,7 @@ def test_equal_processes_get_as_many_layers_as_each_other(layers: int, windows: 
     assert plan_options(path, 1) == []
 
 
-def test_what_to_try_next_is_there_and_can_be_typed() -> None:
+def test_the_commands_to_try_next_exist_and_can_be_typed() -> None:
     lines = [line.strip().partition("   ")[0] for line in NEXT.splitlines() if line.startswith("  ") and line[2] != " "]
     commands = [shlex.split(line) for line in lines]
     assert len(commands) >= 4

@@ -37,12 +37,12 @@ def ways(*names):
     return [(each.entries, each.exit, each.last_exit) for each in named(model("new"), graph(*names))]
 
 
-def test_the_way_in_is_where_tokens_were_looked_up_and_the_way_out_a_layers_last_node():
+def test_the_entry_node_is_the_token_lookup_and_the_exit_node_a_layers_last_one():
     found = ways("embd", *blocks("attn_norm", ".Qcur", "ffn_out", "l_out"), "norm", "result_norm")
     assert found[0] == (("embd",), "l_out-{layer}", "")
 
 
-def test_what_scales_tokens_is_computed_by_the_first_window_alone():
+def test_only_the_first_window_computes_the_scale_of_tokens():
     found = ways("embd", "inp_scaled", "node_2", *blocks("attn_norm", ".Qcur", "l_out"), "result_norm")
     assert found[0][0] == ("embd", "inp_scaled")
     assert ways("node_0", "embd", *blocks("attn_norm", ".Qcur", "l_out"))[0][0] == ("node_0", "embd")
@@ -60,7 +60,7 @@ def test_a_layers_output_may_be_called_by_the_next_one():
     assert replace(NAMES, exit="x-{after}", last_exit="h").exit_of(3, is_last=False) == "x-4"
 
 
-def test_names_that_repeat_and_nodes_without_a_name_are_no_way():
+def test_repeated_names_and_nodes_without_a_name_are_no_route():
     found = ways("embd", *blocks("norm", "norm", "l_out", "l_out", "x"))
     assert [each[1] for each in found] == ["x-{layer}"]
     for names in ((), ("embd",), (".embd", *blocks(".x")), ("embd", *blocks("x", "x"))):
@@ -76,7 +76,7 @@ def test_everything_with_a_value_a_layer_is_sliced():
     assert values["block_count"] == 2
 
 
-def test_a_window_says_where_it_is_fed_and_left():
+def test_the_metadata_of_a_window_names_its_entry_and_exit_nodes():
     header = derived(provisional(model("new")), NAMES, 1)
     assert [window(header, first, first + 1)[ENTRY_KEY] for first in (0, 1)] == ["embd", "inp_scaled"]
     assert window(header, 0, 1)[EXIT_KEY] == "l_out-{layer}"
@@ -115,7 +115,7 @@ def test_layers_with_a_state_are_known_by_their_tensors():
     assert provisional(model("new")).derived.recurrent is Recurrent.NEVER
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_is_tried():
+def test_a_model_that_cannot_be_cut_is_refused_before_any_check():
     for header, words in (
         (model("rwkv7"), "values of the first one"),
         (model("bert"), "not a causal text decoder"),
@@ -162,7 +162,7 @@ def test_an_unknown_architecture_is_certified_once_when_it_is_first_loaded(check
 
 
 @pytest.mark.parametrize("result", ["not certified", "not finished"])
-def test_one_that_is_not_certified_says_why_and_is_not_tried_again(checks, tmp_path, result):
+def test_an_uncertified_architecture_is_refused_with_a_reason_and_not_checked_again(checks, tmp_path, result):
     checks.result = msgspec.structs.replace(checks.result, result=result, why="windows of it are not exact")
     for _ in range(2):
         found, why = certified(model("new"), tmp_path, lambda _: None)
@@ -201,7 +201,7 @@ def test_a_model_of_the_table_that_is_not_certified_is_served_with_a_warning(tmp
     assert with_verdict(model_profile(header), header, load_verdict(tmp_path, header)).cut_multiple == 1
 
 
-def test_a_plan_knows_what_is_certified(tmp_path):
+def test_a_plan_uses_the_certified_cuts(tmp_path):
     header = model("new", 12, context_length=4096)
     profile = model_profile(header)
     assert with_verdict(profile, header, load_verdict(tmp_path, header)).cut_multiple == 1

@@ -14,7 +14,7 @@ from tests.fakes.planning import device
 GB = 10**9
 
 
-def test_loans_outlive_a_restart_and_end(tmp_path):
+def test_device_limits_outlive_a_restart_and_can_be_removed(tmp_path):
     device_limits = DeviceLimits(tmp_path)
     assert device_limits.put(DeviceLimit(device="nas", is_paused=True))
     assert device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
@@ -35,7 +35,7 @@ def test_limits_of_the_earlier_file_name_are_kept(tmp_path):
     assert DeviceLimits(tmp_path).of("mac") == DeviceLimit(device="mac"), "the earlier file counts no longer"
 
 
-def test_less_is_told_from_more(tmp_path):
+def test_only_a_lower_limit_is_reported_as_lowered(tmp_path):
     device_limits = DeviceLimits(tmp_path)
     assert device_limits.put(DeviceLimit(device="lap", ram_bytes=4 * GB))
     assert device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
@@ -44,7 +44,7 @@ def test_less_is_told_from_more(tmp_path):
     assert not device_limits.put(DeviceLimit(device="lap", ram_bytes=3 * GB))
 
 
-def test_plans_have_no_more_memory_than_is_lent(tmp_path):
+def test_plans_have_no_more_memory_than_the_device_limit(tmp_path):
     device_limits = DeviceLimits(tmp_path)
     lap = replace(device("lap"), ram_available_bytes=8 * GB)
     device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))

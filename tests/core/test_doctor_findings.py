@@ -52,7 +52,7 @@ def seeing(name: str, *sources: str, **more: object) -> LibraryModel:
     return LibraryModel(names=(name,), sources=sources, files=files, size_bytes=1, **more)  # type: ignore[arg-type]
 
 
-def test_what_models_see_with_or_lack_for_it_is_said_with_what_to_type():
+def test_encoders_of_models_are_reported_and_missing_ones_with_the_command():
     projector = Path("/models/mmproj-F16.gguf")
     models = (
         seeing("eye", "folder", projector=projector, sees=True, hears=True, encoder_bytes=GIB),
@@ -74,7 +74,7 @@ def test_what_models_see_with_or_lack_for_it_is_said_with_what_to_type():
 
 
 @pytest.mark.parametrize(("has_mtmd", "expected"), [(None, []), (False, ["warning"]), (True, ["ok"])])
-def test_a_llama_cpp_without_its_encoders_is_said(has_mtmd, expected):
+def test_a_llama_cpp_without_its_encoders_is_reported(has_mtmd, expected):
     found = judge_pictures(PictureFacts(has_mtmd=has_mtmd, models=()), "python")
     assert levels(found) == expected
     assert prefill_offload(found)
@@ -186,7 +186,7 @@ def test_devices_of_other_clusters_are_no_business_of_ours():
 STRANGERS = KnownTrust(trusts=lambda key: False)
 
 
-def test_trust_that_one_side_took_back_is_said_on_both_with_what_to_type():
+def test_trust_that_one_side_revoked_is_reported_on_both_with_the_command():
     friend, nas = KnownTrust(trusts=lambda key: True), peer()
     desk = replace(nas, device="desk", role="head")
     found = [
@@ -211,7 +211,7 @@ def test_trust_that_one_side_took_back_is_said_on_both_with_what_to_type():
     assert "it does not let this one in" in found[3].text
 
 
-def test_who_is_not_trusted_is_told_how_to_be():
+def test_a_device_that_is_not_trusted_is_reported_with_the_command_to_pair():
     def command(other: Peer) -> str | None:
         (found,) = judge_trust([other], "home", "", STRANGERS)
         assert found.level == "warning"
@@ -317,7 +317,7 @@ def test_the_command_for_ufw_lets_in_what_primad_needs_and_only_from_home():
     )
 
 
-def test_what_is_needed_comes_from_ordinary_interfaces():
+def test_the_needed_subnets_are_those_of_ordinary_interfaces():
     def interface(name: str, address: str) -> Interface:
         return Interface(name=name, index=1, up=True, addresses=(ipaddress.ip_interface(address),))
 
@@ -355,7 +355,7 @@ MEMORY = MemoryFacts(
         (replace(MEMORY, swap_total_bytes=0), ["ok"]),
     ],
 )
-def test_memory_that_is_short_limited_or_swapped_is_said(facts, expected):
+def test_memory_that_is_short_limited_or_swapped_is_reported(facts, expected):
     found = judge_memory(facts, "Linux")
     assert levels(found) == expected
     assert prefill_offload(found)
@@ -385,7 +385,7 @@ def test_few_files_are_too_few():
     ],
 )
 @pytest.mark.parametrize("system", ["Linux", "Darwin", "Windows"])
-def test_a_clock_that_runs_wild_is_said(facts, level, system):
+def test_a_clock_that_is_wrong_is_reported(facts, level, system):
     (found,) = judge_clock(facts, system)
     assert found.level == level
     assert (found.next is None) == (level == "ok")
@@ -401,7 +401,7 @@ def test_a_clock_that_runs_wild_is_said(facts, level, system):
         ("Plan 9", (3, 12, 0), True, "note"),
     ],
 )
-def test_what_primad_is_made_for(system, python, wide, level):
+def test_platforms_that_primad_does_not_support_are_reported(system, python, wide, level):
     found = judge_platform(system, "x86_64", python, wide)
     assert levels(found) == [level]
     assert prefill_offload(found)
@@ -444,7 +444,7 @@ def test_a_disk_must_take_layers_and_give_them_back_fast(facts, expected):
     assert prefill_offload(found)
 
 
-def test_a_disk_that_is_full_of_layers_in_use_is_not_said_to_take_none():
+def test_a_disk_with_layers_in_use_is_full_and_one_with_idle_layers_is_not():
     full, *_ = judge_disk(replace(DISK, free_bytes=GIB // 2, layers=SERVED))
     assert "27 layers" in full.text
     assert "no further layer" in full.text
@@ -518,7 +518,7 @@ def test_a_gpu_that_is_used_is_fine(vendor, backend):
     assert levels(judged(facts)) == ["ok", "ok"]
 
 
-def test_a_backend_that_sees_no_device_and_a_driver_that_is_silent_are_told_apart():
+def test_a_backend_that_sees_no_device_and_a_driver_that_is_silent_are_distinguished():
     blind = judged(replace(ENGINE, backends=("CUDA",), hardware=(NVIDIA,)))[1]
     silent = judged(replace(ENGINE, hardware=(replace(NVIDIA, usable=False),)))[1]
     assert "sees no device" in blind.text
@@ -541,7 +541,7 @@ def test_a_driver_that_ends_llama_cpp_costs_the_gpu_alone():
     assert found[1].next == "vulkaninfo --summary"
 
 
-def test_a_gpu_that_was_left_out_is_told_with_its_reason():
+def test_a_gpu_that_was_left_out_is_reported_with_the_reason():
     found = judged(replace(ENGINE, backends=("CUDA",), left_out=(("RTX 3060 (CUDA0)", "it hangs"),)))
     assert [(it.level, it.next) for it in found[1:]] == [("warning", "primad profile --remeasure")]
     assert found[1].text == "RTX 3060 (CUDA0) could not be used: it hangs"

@@ -55,6 +55,6 @@ def test_the_readme_is_short_and_names_the_two_commands_of_a_fresh_checkout():
     assert "./tools/test" in text
 
 
-def test_every_key_of_the_configuration_is_told():
+def test_every_key_of_the_configuration_is_documented():
     reported = set(spans(ROOT / "docs" / "install.md"))
     assert set(config.KEYS) <= reported

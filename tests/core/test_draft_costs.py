@@ -109,7 +109,7 @@ def test_a_row_that_a_head_begins_before_a_short_last_window_delays_the_token_th
 @pytest.mark.parametrize(
     ("devices", "drafting"), [(1, Drafting(rows=8, costs=(1.0,) * 8)), (4, Drafting(room=8))], ids=["rows", "ahead"]
 )
-def test_the_first_token_comes_when_it_does_without_drafts_and_nothing_is_guessed_before(devices, drafting):
+def test_drafts_do_not_change_ttft_and_nothing_is_drafted_before_the_first_token(devices, drafting):
     def first_s(drafting: Drafting | None) -> float:
         ring = TimedRing(devices, hop_s=0.01, context=1024, depth=devices, drafting=drafting, drafter=NotBefore)
         ring.head.submit(generate(1, PROMPT, tokens=20))
@@ -136,7 +136,7 @@ def test_wrong_drafts_in_one_step_cost_little_though_their_rows_take_more_than_p
 
 
 @pytest.mark.parametrize("times", [1.2, 2.0, 5.0])
-def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little(times):
+def test_a_draft_model_that_is_wrong_and_takes_the_cores_of_the_head_costs_little(times):
     made: list[Working] = []
 
     class Working(Oracle):
@@ -163,13 +163,13 @@ def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little
 @pytest.mark.parametrize(
     ("devices", "hop_s", "room", "minimum"), [(2, 0.0, 2, 1.4), (4, 0.0, 4, 2.2), (4, 0.01, 8, 3.5), (2, 0.01, 4, 2.2)]
 )
-def test_drafts_ahead_that_are_mostly_right_go_on_winning(devices, hop_s, room, minimum):
+def test_drafts_ahead_that_are_mostly_right_keep_winning(devices, hop_s, room, minimum):
     """The head has two visits per token, so without hops the speedup is at most 3/2 for two devices, 5/2 for four."""
     took_s = seconds(devices, oracle(0.9), drafting=Drafting(room=room), hop_s=hop_s)
     assert undrafted(devices, hop_s=hop_s) >= minimum * took_s
 
 
-def test_drafts_in_one_step_that_are_mostly_right_go_on_winning():
+def test_drafts_in_one_step_that_are_mostly_right_keep_winning():
     costs = [1 + 0.1 * rows for rows in range(5)]
     took_s = seconds(1, oracle(0.9), drafting=Drafting(rows=5, costs=PREDICTED), costs=costs)
     assert undrafted(1) >= 2.5 * took_s
@@ -257,17 +257,17 @@ def behind(draft_s: float, *, waits: bool) -> float:
     return took_s
 
 
-def test_where_a_step_takes_long_and_a_guess_little_it_pays_to_wait_for_some():
+def test_where_a_step_takes_long_and_a_draft_little_it_pays_to_wait_for_drafts():
     without, late, waited = undrafted(1), behind(0.0005, waits=False), behind(0.0005, waits=True)
     assert waited < 0.9 * late < 0.9 * without
 
 
 @pytest.mark.parametrize("draft_s", [0.002, 0.003, 0.005])
-def test_no_step_waits_for_a_slow_model_that_guesses_for_the_next_one_meanwhile(draft_s):
+def test_no_step_waits_for_a_slow_draft_model_that_drafts_for_the_next_step_meanwhile(draft_s):
     assert behind(draft_s, waits=True) <= MAX * behind(draft_s, waits=False)
 
 
-def test_no_step_waits_longer_than_half_a_token_for_a_model_that_says_nothing():
+def test_no_step_waits_longer_than_half_a_token_for_a_silent_draft_model():
     assert behind(1e6, waits=True) <= MAX * undrafted(1)
 
 

@@ -43,13 +43,13 @@ def test_a_model_that_is_no_quicker_than_the_ring_wins_nothing():
     assert gain(Drafting(rows=4, costs=(1, 1.1, 1.2, 1.3)), draft=model(layers=40)).times == (1.0,) * len(SHARES)
 
 
-def test_rows_together_win_what_a_step_of_them_takes_less_than_single_ones():
+def test_rows_in_one_step_gain_the_time_that_the_step_saves_over_single_rows():
     cheap, dear = (gain(Drafting(rows=4, costs=costs)) for costs in ((1, 1.1, 1.2, 1.3), (1, 1.9, 2.8, 3.7)))
     assert (cheap.kind, cheap.rows) == ("together", 4)
     assert all(1 <= less < more < 4 for less, more in zip(dear.times, cheap.times, strict=True))
 
 
-def test_where_nothing_would_be_guessed_it_says_why():
+def test_a_plan_without_drafts_gives_the_reason():
     question = asked(device("a", ram=3 * GB, disk=0.3e9))
     layer = replace(question.model.layers[0], kv_bytes_per_token=0, state_bytes=1000)
     recurrent = replace(question, model=replace(question.model, layers=(layer,) * 20))
@@ -82,7 +82,7 @@ def place(*devices, draft=SMALL, round_trip_s: float = 0.001, head_has_room: boo
 MEDIUM = model(layers=20, layer_bytes=GB // 20)
 
 
-def test_the_model_guesses_on_an_idle_device_where_it_wins_more_than_on_the_head():
+def test_the_draft_model_runs_on_an_idle_device_if_it_gains_more_there_than_on_the_head():
     a, b = device("a", ram=64 * GB), device("b", ram=64 * GB)
     assert place(a, b) == "a", "nobody else is there"
     assert place(a, b, device("c"), draft=MEDIUM) == "c"
@@ -94,13 +94,13 @@ def test_the_model_guesses_on_an_idle_device_where_it_wins_more_than_on_the_head
     assert place(a, b, device("c")) == "a", "the head drafts as fast as the ring has room for"
 
 
-def test_a_quicker_device_of_the_ring_guesses_if_the_plan_leaves_it_room():
+def test_a_quicker_device_of_the_ring_drafts_if_the_plan_leaves_it_room():
     a = device("a", ram=64 * GB, rate=5e9)
     assert place(a, device("b", ram=64 * GB, rate=80e9), draft=MEDIUM) == "b"
     assert place(a, device("b", ram=int(2.5 * GB), rate=80e9), draft=MEDIUM) == "a"
 
 
-def test_where_the_head_has_no_room_it_guesses_on_a_device_that_has_however_little_it_wins():
+def test_if_the_head_has_no_room_any_device_with_room_drafts_however_little_it_gains():
     a, b = device("a", ram=64 * GB), device("b", ram=64 * GB)
     assert place(a, b, device("c", rate=2e9), draft=MEDIUM, head_has_room=False) == "b"
     small = device("b", ram=int(2.5 * GB))
@@ -108,14 +108,14 @@ def test_where_the_head_has_no_room_it_guesses_on_a_device_that_has_however_litt
     assert place(a, small, device("c", ram=GB // 2), head_has_room=False) is None
 
 
-def test_what_another_device_guesses_comes_later_by_a_round_trip():
+def test_drafts_of_another_device_arrive_later_by_a_round_trip():
     question = asked(device("a"), device("b"), device("c"), round_trip_s=0.05)
     own, other = (draft_gain(Drafting(room=4), TWO, question, SMALL, name) for name in ("a", "c"))
     assert other.token_s == pytest.approx(own.token_s / 2), "it has all of its processor for it"
     assert all(1 <= late < early for late, early in zip(other.times, own.times, strict=True))
 
 
-def test_the_plan_says_where_the_model_guesses():
+def test_the_plan_shows_the_device_of_the_draft_model():
     devices = [device("desk", ram=4 * GB), device("laptop", ram=6 * GB)]
     question = ask(Wishes(links=("1Gbit/s,1ms",), head="desk"), devices, (), model())
     answer = explain(replace(question, draft=PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=GB)))
@@ -126,7 +126,7 @@ def test_the_plan_says_where_the_model_guesses():
     assert f"of {answer.draft.device} and" in shown.getvalue()
 
 
-def test_of_a_group_it_is_said_which_device_has_the_model_and_with_whom_it_shares_layers():
+def test_the_draft_line_of_a_group_names_the_device_of_the_model_and_its_partners():
     devices, run = (
         [device("desk"), device("laptop")],
         RunConfig(parallel="tensor", batching="fast", context_tokens=4096),
@@ -145,7 +145,7 @@ def test_of_a_group_it_is_said_which_device_has_the_model_and_with_whom_it_share
         assert draft_place_line(Forecast.of_planned(drafted, NOTHING_LEARNT), GB) == line
 
 
-def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():
+def test_the_plan_leaves_the_head_room_for_the_draft_model():
     devices = [device("desk", ram=4 * GB), device("laptop", ram=6 * GB)]
     question = ask(Wishes(links=("1Gbit/s,1ms",), head="desk"), devices, (), model())
     draft = PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=GB)
@@ -158,7 +158,7 @@ def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():
     assert limits[0]["laptop"] == limits[1]["laptop"]
 
 
-def test_a_plan_whose_head_has_no_room_places_the_model_elsewhere_or_says_what_it_takes():
+def test_a_plan_whose_head_has_no_room_places_the_draft_model_elsewhere_or_reports_the_memory_it_needs():
     both, third = [device("desk", ram=4 * GB), device("laptop", ram=4 * GB)], device("box", ram=8 * GB, rate=0.2e9)
     printed = []
     for devices in (both, [*both, third]):

@@ -63,7 +63,7 @@ def check_said(printed: Drafted, text: list[int]) -> None:
 
 @pytest.mark.parametrize("branches", [0, 1, POOL])
 @given(data=st.data())
-def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(branches, data):
+def test_its_drafts_are_its_own_continuation_of_the_text_however_the_text_continues(branches, data):
     chain = DraftBranches(BRANCHED.whole(), context=200, branches=branches)
     for number in range(data.draw(st.integers(1, 3))):
         text = data.draw(st.lists(tokens, min_size=1, max_size=90))
@@ -133,7 +133,7 @@ def chain_of(drafter: ModelDrafter, maximum: int = 9) -> list[int]:
     return found
 
 
-def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
+def test_nothing_is_sent_until_a_draft_is_requested_and_then_only_the_new_tokens():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.took(3)
@@ -147,7 +147,7 @@ def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
     assert process.reported[1:] == [DraftTokens([4, 5], 3)]
 
 
-def test_what_it_said_counts_as_far_as_the_text_went_like_that():
+def test_drafts_count_as_far_as_the_text_matches_them():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])
@@ -185,7 +185,7 @@ def test_where_the_process_is_gone_answers_are_looked_through():
     assert chain_of(process.drafters([7, 8, 9, 1, 7, 8]), 1) == [9]
 
 
-def test_how_sure_a_guess_is_follows_from_how_often_those_held():
+def test_the_confidence_of_a_draft_follows_from_how_often_such_drafts_held():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])
@@ -199,7 +199,7 @@ def test_how_sure_a_guess_is_follows_from_how_often_those_held():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["say", "take", "ask"]), st.booleans()), max_size=60))
-def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_the_text(moves):
+def test_whatever_messages_cross_the_drafts_are_those_of_the_model_after_the_text(moves):
     """The process may reply at any later time; messages wait in both directions."""
     process = Process()
     text = [3, 4]
@@ -230,7 +230,7 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
             drafter.propose([])
 
 
-def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_they_are_unsure():
+def test_drafts_are_awaited_once_the_text_is_read_until_there_are_enough_or_they_are_unsure():
     process = Process()
     drafter = process.drafters([1, 2])
     assert not drafter.awaits(4, 0.01), "it may have a long prompt to read"
@@ -246,7 +246,7 @@ def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_the
     assert not drafter.awaits(3, 0.01)
 
 
-def test_another_process_takes_over_in_the_middle_and_is_told_all():
+def test_another_process_takes_over_in_the_middle_and_gets_the_whole_text():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])
@@ -280,7 +280,7 @@ def test_another_process_takes_over_in_the_middle_and_is_told_all():
     ],
     ids=lambda wrong: " ".join(f"{name}-{len(str(value))}" for name, value in wrong.items()),
 )
-def test_guesses_of_another_device_are_judged(wrong):
+def test_drafts_of_another_device_are_validated(wrong):
     good: dict[str, Any] = {
         "number": 1,
         "known": 3,
@@ -294,7 +294,7 @@ def test_guesses_of_another_device_are_judged(wrong):
         check_drafted(Drafted(**good | wrong), VOCABULARY)
 
 
-def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
+def test_a_process_that_does_not_overlap_gets_new_tokens_only_when_a_step_waits_for_drafts():
     process = Process()
     process.drafters = ModelDrafters(process.reported.append, overlaps=False)
     drafter = process.drafters([1, 2])
@@ -308,7 +308,7 @@ def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
     assert process.reported[1:] == [DraftTokens([9], 2)]
 
 
-def test_it_guesses_no_more_than_it_is_asked_for():
+def test_it_drafts_no_more_tokens_than_requested():
     chain = DraftBranches(MODEL.whole(), context=100, maximum=2)
     chain.begin(1, [1, 2])
     while chain.has_work:
@@ -326,7 +326,7 @@ def told_all(chain: DraftBranches) -> Drafted:
     return printed
 
 
-def test_the_next_row_goes_to_the_guess_that_holds_most_likely_and_the_first_path_has_its_room():
+def test_the_next_row_goes_to_the_likeliest_draft_and_the_first_path_has_its_room():
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL)
     chain.begin(1, [1, 2, 3])
@@ -341,7 +341,7 @@ def test_the_next_row_goes_to_the_guess_that_holds_most_likely_and_the_first_pat
     assert len(window.steps) == 1 + len(computed)
 
 
-def test_where_it_is_asked_for_the_first_path_comes_before_other_guesses():
+def test_the_first_path_comes_before_other_drafts_on_request():
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL, first=6)
     chain.begin(1, [1, 2, 3])
@@ -354,7 +354,7 @@ def test_where_it_is_asked_for_the_first_path_comes_before_other_guesses():
     assert len(window.steps) > MAX_ROOM
 
 
-def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there():
+def test_all_drafts_after_an_alternative_that_turns_out_right_are_kept():
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL)
     chain.begin(1, [1, 2, 3])
@@ -375,7 +375,7 @@ def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there
     assert len(chain._free) == POOL
 
 
-def test_a_tree_goes_on_behind_other_guesses_than_the_first():
+def test_a_tree_continues_after_alternatives_to_the_first_draft():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])
@@ -388,7 +388,7 @@ def test_a_tree_goes_on_behind_other_guesses_than_the_first():
     assert chain_of(drafter) == [21], "the second draft was right, and what is behind it counts"
 
 
-def test_what_else_may_come_is_told_and_counts_as_far_as_the_text_went_like_that():
+def test_alternative_drafts_count_as_far_as_the_text_matches_them():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])

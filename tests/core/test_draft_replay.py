@@ -74,7 +74,7 @@ FAR: Final = Bench(
     ("bench", "code", "text", "all_code"),
     [pytest.param(TWO, 1.4, 1.95, 1.58, id="two"), pytest.param(FAR, 2.0, 9.0, 3.4, id="far")],
 )
-def test_what_looking_up_wins_for_texts_that_repeat_others_and_costs_for_those_that_do_not(bench, code, text, all_code):
+def test_prompt_lookup_gains_on_texts_that_repeat_and_costs_nothing_on_others(bench, code, text, all_code):
     times = bench.times()
     assert times["bench code"] >= code
     assert times["bench text"] >= text

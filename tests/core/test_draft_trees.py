@@ -100,14 +100,14 @@ def tokens_of(nodes: Sequence[TreeNode]) -> list[tuple[int, int]]:
     return [(each.draft_token.token, each.parent) for each in nodes]
 
 
-def test_the_next_draft_goes_to_the_branch_that_holds_most_likely():
+def test_the_next_draft_goes_to_the_likeliest_branch():
     flat = (1.0,) * 6
     assert tokens_of(best_tree(UNSURE, flat, 4, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
     assert tokens_of(best_tree(UNSURE, flat, 1, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
     assert tokens_of(best_tree(UNSURE, flat, 0, 1.1)) == [(1, -1), (3, 0), (6, 1)]
 
 
-def test_where_guesses_are_sure_or_rows_dear_it_is_a_chain_or_nothing():
+def test_where_drafts_are_sure_or_rows_expensive_the_tree_is_a_chain_or_empty():
     assert tokens_of(best_tree(SURE, (1.0,) * 5, 4, 1.1)) == [(1, -1), (1, 0), (1, 1), (1, 2)]
     assert best_tree(UNSURE, (1.0, 2.0, 3.0), 4, 1.1) == []
     assert OPENS_AT > 0.02
@@ -191,7 +191,7 @@ def test_a_tree_is_one_step_whose_branches_are_copies_of_the_text():
     assert sorted(step.samples) == [0, 1, 2, 3, 4]
 
 
-def test_of_the_longest_right_path_the_cells_become_the_texts():
+def test_the_cells_of_the_longest_right_path_become_the_texts():
     made, step = with_tree()
     assert bring_back(made, step, 15, 40) == [15, 40], "15 is a branch of its own"
     following = next_step(made)
@@ -200,7 +200,7 @@ def test_of_the_longest_right_path_the_cells_become_the_texts():
     assert rows_of(following)[0] == (40, 7)
 
 
-def test_a_tree_of_which_nothing_held_leaves_the_text_as_it_was():
+def test_a_tree_without_an_accepted_draft_leaves_the_text_unchanged():
     made, step = with_tree()
     assert bring_back(made, step, 40) == [40]
     following = next_step(made)
@@ -260,7 +260,7 @@ def check_nothing_is_left(ring: FakeRing, sampling: Sampling = GREEDY) -> None:
 
 @rings
 @given(st.data(), st.sampled_from([GREEDY, WILD]))
-def test_any_tree_leaves_answers_as_they_are_and_nothing_behind(data, sampling):
+def test_no_tree_changes_a_completion_or_leaves_anything_in_the_cache(data, sampling):
     ring = data.draw(tree_rings(sampling))
     texts = data.draw(st.lists(st.builds(prompt, st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=3))
     for request, text in enumerate(texts):
@@ -276,7 +276,7 @@ def test_any_tree_leaves_answers_as_they_are_and_nothing_behind(data, sampling):
 
 @rings
 @given(st.data())
-def test_a_cancel_at_any_moment_leaves_no_branch_behind(data):
+def test_a_cancel_at_any_moment_leaves_no_branch_in_the_cache(data):
     ring = data.draw(tree_rings())
     text = prompt(7)
     ring.head.submit(generate(1, prompt(5), tokens=TOKENS))
@@ -291,7 +291,7 @@ def test_a_cancel_at_any_moment_leaves_no_branch_behind(data):
 
 @rings
 @given(st.data(), st.sampled_from([GREEDY, WILD]))
-def test_an_answer_goes_on_in_another_ring_wherever_drafts_or_a_tree_were_on_their_way(data, sampling):
+def test_a_completion_resumes_in_another_ring_whatever_drafts_were_in_flight(data, sampling):
     first, second = (data.draw(st.one_of(tree_rings(sampling), drafting_rings(sampling))) for _ in range(2))
     text = prompt(6, data.draw(st.integers(0, 3)))
     first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
@@ -315,7 +315,7 @@ def test_an_end_token_in_a_branch_ends_the_answer_where_it_would_without(data):
     assert finished.reason == "stop"
 
 
-def test_where_the_first_guess_is_often_wrong_and_the_second_right_a_tree_takes_fewer_steps():
+def test_where_the_first_draft_is_often_wrong_and_the_second_right_a_tree_takes_fewer_steps():
     def steps(branches: int) -> int:
         ring = FakeRing(
             [],
@@ -332,13 +332,13 @@ def test_where_the_first_guess_is_often_wrong_and_the_second_right_a_tree_takes_
     assert steps(4) < steps(0) < 3 * TOKENS
 
 
-def test_branches_are_for_a_single_sequence_whose_cells_are_kept_nowhere():
+def test_branches_need_a_single_sequence_without_kept_blocks():
     for options in ({"sequences": 2}, {"keep_rows": 4}):
         with pytest.raises(AssertionError):
             FakeRing([], 1, drafting=Drafting(rows=4, costs=COSTS, branches=2), **options)
 
 
-def test_a_node_is_found_behind_its_parent_alone():
+def test_a_node_is_found_only_after_its_own_parent():
     nodes = [node(1, -1), node(2, 0), node(2, -1)]
     assert [child(nodes, -1, 2), child(nodes, 0, 2), child(nodes, 1, 2)] == [2, 1, None]
 
@@ -401,5 +401,5 @@ def seconds(first: float, second: float, branches: int, more: float) -> float:
         (0.9, 0.05, 0.1, 0.99),
     ],
 )
-def test_trees_win_where_guesses_are_unsure_and_rows_cheap_and_are_chains_elsewhere(first, second, more, wins):
+def test_trees_win_where_drafts_are_unsure_and_rows_cheap_and_are_chains_elsewhere(first, second, more, wins):
     assert seconds(first, second, 0, more) >= wins * seconds(first, second, 4, more)

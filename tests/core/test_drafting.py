@@ -38,25 +38,25 @@ def chain(lookup: PromptLookup, count: int) -> list[int]:
     return found
 
 
-def test_what_followed_the_last_tokens_before_is_guessed_as_far_as_it_goes():
+def test_tokens_that_followed_the_last_ones_earlier_are_drafted_as_far_as_they_go():
     assert chain(PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2]), 4) == [3, 4, 5, 6]
 
 
-def test_of_several_places_that_with_the_longer_run_is_taken_and_then_the_latest():
+def test_the_place_with_the_longest_match_is_used_and_then_the_latest():
     assert chain(PromptLookup([7, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2]), 1) == [30]
     assert chain(PromptLookup([6, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2]), 1) == [40]
 
 
-def test_where_nothing_was_there_before_nothing_is_guessed():
+def test_tokens_that_never_occurred_before_give_no_draft():
     assert chain(PromptLookup([1, 2, 3, 4]), 4) == []
     assert chain(PromptLookup([1]), 4) == []
 
 
-def test_a_loop_is_guessed_on_into_the_guesses_themselves():
+def test_a_loop_continues_into_the_drafts_themselves():
     assert chain(PromptLookup([9, 1, 2, 1, 2]), 6) == [1, 2, 1, 2, 1, 2]
 
 
-def test_what_an_answer_has_said_is_looked_through_too():
+def test_the_completion_is_searched_too():
     lookup = PromptLookup([50, 51])
     for token in (1, 2, 3, 4, 9, 1, 2):
         lookup.took(token)
@@ -64,7 +64,7 @@ def test_what_an_answer_has_said_is_looked_through_too():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.data())
-def test_a_guess_depends_on_the_text_alone_and_stood_there_before(prompt, answer, data):
+def test_a_draft_depends_on_the_text_alone_and_occurred_in_it_before(prompt, answer, data):
     asked, fresh = PromptLookup(prompt), PromptLookup(prompt)
     for token in answer:
         chain(asked, data.draw(st.integers(0, 4)))
@@ -77,7 +77,7 @@ def test_a_guess_depends_on_the_text_alone_and_stood_there_before(prompt, answer
         assert any(text[at - 1] == text[-1] and text[at] == draft_tokens[0] for at in range(1, len(text)))
 
 
-def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
+def test_the_confidence_of_a_lookup_follows_from_how_often_such_drafts_held():
     def sure(of: PromptLookup) -> float:
         draft_token = of.propose([])
         assert draft_token is not None
@@ -114,7 +114,7 @@ def test_the_first_tokens_have_no_drafts_to_compare_with():
     assert paced(1.0, 0.5, 20) == [False] * BEGINS_AFTER + [True] * 16
 
 
-def test_a_very_sure_guess_waits_for_the_time_of_one_token():
+def test_a_very_sure_draft_waits_for_the_time_of_one_token():
     assert paced(1.0, 0.5, 2000, sure=1.0) == [False] * 2 + [True] * 1998
 
 
@@ -127,7 +127,7 @@ def test_drafts_that_began_so_and_win_little_are_left_out_until_there_is_enough_
     assert all(wanted[began + BEGINS_AFTER - 2 :]) == (drafted_s < 1.0)
 
 
-def test_while_drafts_win_time_they_go_on():
+def test_drafts_continue_while_they_win_time():
     assert all(paced(1.0, 0.9, 2000)[BEGINS_AFTER:])
 
 
@@ -215,14 +215,14 @@ def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chan
     assert idle_tokens(Losses(), 0.95) == JUDGED_AFTER // IDLE_COUNTS
 
 
-def test_behind_trials_that_failed_it_ends_sooner_unless_a_draft_held():
+def test_drafting_ends_sooner_after_failed_trials_unless_a_draft_held():
     losses = Losses(decode_s=1e6)
     usual = JUDGED_AFTER // IDLE_COUNTS
     assert [idle_tokens(losses, 0.95) for _ in range(4)] == [usual, usual, HOPELESS_IDLE, HOPELESS_IDLE]
     assert idle_tokens(losses, 1.05, held=1) == usual
 
 
-def test_what_one_answer_lost_is_counted_for_the_next_ones():
+def test_time_lost_by_one_request_counts_for_the_next_ones():
     losses = Losses()
 
     def begun() -> Pace:
@@ -242,7 +242,7 @@ def test_what_one_answer_lost_is_counted_for_the_next_ones():
     assert not begun().is_off
 
 
-def test_an_answer_pauses_longer_at_once_where_drafts_did_not_help_those_before_it():
+def test_a_request_pauses_drafts_longer_at_once_if_they_gained_nothing_before():
     losses = Losses(decode_s=1e6)
 
     def first_pause() -> int:
@@ -262,7 +262,7 @@ def test_an_answer_pauses_longer_at_once_where_drafts_did_not_help_those_before_
     assert first_pause() == PAUSES[0], "behind one that they helped"
 
 
-def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so():
+def test_drafts_must_be_surer_after_misses_and_less_so_while_the_ring_is_idle():
     pace = Pace()
     for now in range(BEGINS_AFTER):
         pace.took(now, drafted=False, missed=False)
@@ -309,7 +309,7 @@ class Sure(Nothing):
         (0.9, (1.0,), 0),
     ],
 )
-def test_as_many_rows_are_computed_together_as_win_most_time(sure, costs, rows):
+def test_the_number_of_rows_in_a_step_is_the_one_that_wins_the_most_time(sure, costs, rows):
     speculation = Speculation(Sure(sure), Drafting(rows=5, costs=costs))
     for now in range(BEGINS_AFTER):
         speculation.took(1, now)
@@ -345,7 +345,7 @@ def test_no_measured_time_counts_where_nothing_adapts():
         speculation.take_back()
 
 
-def test_a_step_that_was_held_up_says_little_of_what_its_rows_take():
+def test_a_step_that_was_held_up_changes_the_cost_of_its_rows_little():
     costs = RowCosts((1.0, 1.2, 1.4))
     costs.add(2, 50.0)
     assert costs[:] == [1.0, pytest.approx(1.26), 1.4]
@@ -354,7 +354,7 @@ def test_a_step_that_was_held_up_says_little_of_what_its_rows_take():
     assert costs[:] == [1.0, pytest.approx(1.1, abs=0.01), 1.4]
 
 
-def test_the_confidence_that_is_needed_is_that_of_all_that_is_on_its_way():
+def test_the_needed_confidence_is_that_of_all_drafts_in_flight():
     speculation = Speculation(Sure(0.6), Drafting(room=9))
     for now in range(BEGINS_AFTER):
         speculation.took(1, now)

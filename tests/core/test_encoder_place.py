@@ -35,7 +35,7 @@ def test_without_an_encoder_there_is_no_place():
     assert place(device("a"), encoder=None) is None
 
 
-def test_the_head_encodes_unless_another_device_takes_a_tenth_less_with_the_way_to_it():
+def test_the_head_encodes_unless_another_device_is_a_tenth_faster_including_the_transfer():
     head = device("a")
     assert where(head) == ("a", "")
     assert where(head, device("b", rate=21e9)) == ("a", "")
@@ -46,7 +46,7 @@ def test_the_head_encodes_unless_another_device_takes_a_tenth_less_with_the_way_
     assert place(head, device("b", rate=40e9), encoder=unknown) == EncoderPlace(device="a")
 
 
-def test_a_gpu_that_has_room_beside_its_layers_encodes():
+def test_a_gpu_that_has_room_besides_its_layers_encodes():
     assert where(with_gpu("a", vram=2 * GB)) == ("a", "CUDA0")
     assert where(with_gpu("a", vram=GB // 2)) == ("a", "")
     assert where(device("a"), with_gpu("b", vram=2 * GB)) == ("b", "CUDA0")
@@ -73,7 +73,7 @@ def test_a_wish_is_kept_where_there_is_room():
     assert where(device("a"), device("b", ram=GB // 2), wish="b") == ("a", "")
 
 
-def test_the_plan_says_where_pictures_are_encoded_and_what_one_takes():
+def test_the_plan_shows_where_pictures_are_encoded_and_how_long_one_takes():
     question = ask(wishes(head="a"), [device("a"), with_gpu("b", vram=8 * GB)], [], model(layers=4))
     answer = explain(replace(question, encoder=ENCODER))
     assert (answer.model.encoder_device, answer.model.encoder_gpu) == ("b", "CUDA0")

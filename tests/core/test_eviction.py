@@ -83,7 +83,7 @@ def test_chunks_may_come_in_any_order(folder, layers):
     assert list((folder / "partial").iterdir()) == []
 
 
-def test_what_arrived_survives_a_restart(folder, layers):
+def test_chunks_that_arrived_survive_a_restart(folder, layers):
     begin(LayerCache(folder), layers[2], 1)
     again = LayerCache(folder)
     assert lacking(again, layers[2]) == [0, 2]
@@ -95,7 +95,7 @@ def test_what_arrived_survives_a_restart(folder, layers):
     assert again.has(layers[2].ref())
 
 
-def test_a_chunk_on_its_way_that_was_damaged_counts_as_lacking(folder, layers):
+def test_a_damaged_chunk_of_a_partial_layer_counts_as_missing(folder, layers):
     begin(LayerCache(folder), layers[2], 0, 1)
     path = folder / "partial" / f"{layers[2].ref().digest}.part"
     with path.open("r+b") as file:
@@ -134,7 +134,7 @@ def test_parts_that_nobody_resumed_for_long_are_removed_and_younger_ones_are_not
     assert list((folder / "partial").iterdir()) == []
 
 
-def test_a_copy_goes_on_where_it_was_stopped(folder, layers):
+def test_a_copy_resumes_where_it_was_stopped(folder, layers):
     cache, layer = LayerCache(folder), layers[2]
     steps = cache.copying(layer.ref(), layer)
     assert next(steps) == CHUNK_BYTES
@@ -256,7 +256,7 @@ def test_the_least_recently_used_goes_first(folder, layers):
     assert listed(cache) == [first.digest, second.digest]
 
 
-def test_room_is_made_within_the_limit_by_removing_what_was_not_used_for_longest(folder, layers):
+def test_room_within_the_limit_is_made_by_removing_the_least_recently_used(folder, layers):
     cache = LayerCache(folder, 2 * HEADER_BYTES + 1000)
     old, new = store(cache, layers[0], 1000.0), store(cache, layers[1], 2000.0)
     cache.make_room(100)
@@ -269,7 +269,7 @@ def test_room_is_made_within_the_limit_by_removing_what_was_not_used_for_longest
     ]
 
 
-def test_what_is_held_stays_and_the_rest_makes_room(folder, layers):
+def test_leased_layers_stay_and_others_are_evicted(folder, layers):
     cache = LayerCache(folder, 2 * HEADER_BYTES + 1000)
     old, new = store(cache, layers[0], 1000.0), store(cache, layers[1], 2000.0)
     cache.lease("ring", [old.digest])
@@ -309,7 +309,7 @@ def test_a_small_disk_keeps_a_smaller_reserve():
     assert Disk(used_bytes=0, limit_bytes=None, free_bytes=0, total_bytes=1000).reserve_bytes == 20
 
 
-def test_what_was_begun_goes_before_layers_but_not_what_is_being_fetched(folder, layers):
+def test_partial_layers_are_evicted_before_whole_ones_but_not_those_being_fetched(folder, layers):
     cache = LayerCache(folder, 9 * CHUNK_BYTES)
     ref = store(cache, layers[0])
     begin(cache, layers[2], 0, 1)
@@ -332,7 +332,7 @@ cached = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(cached), st.integers(-10, 500))
-def test_as_few_as_needed_go_and_never_what_is_held(layers, excess):
+def test_as_few_layers_as_needed_are_evicted_and_never_leased_ones(layers, excess):
     chosen = oldest_first(layers, excess)
     assert not any(layer.held for layer in chosen)
     gained = sum(layer.size_bytes for layer in chosen)
@@ -354,7 +354,7 @@ sys.stdin.read()
 """
 
 
-def test_what_another_process_holds_stays_until_that_process_ends(folder, layers):
+def test_layers_leased_by_another_process_stay_until_that_process_ends(folder, layers):
     cache = LayerCache(folder)
     ref = store(cache, layers[0])
     command = [sys.executable, "-c", HOLDER, str(folder), ref.digest]
@@ -379,7 +379,7 @@ def test_a_process_that_took_over_the_id_of_another_holds_nothing(folder, layers
     assert [layer.held for layer in cache.layers()] == [False]
 
 
-def test_a_damaged_note_of_use_is_said_and_protects_nothing(folder, layers, caplog):
+def test_a_damaged_lease_file_is_logged_and_protects_nothing(folder, layers, caplog):
     cache = LayerCache(folder)
     store(cache, layers[0])
     (folder / "in-use-1.json").write_bytes(b"{")
@@ -400,7 +400,7 @@ def test_an_owner_holds_what_it_named_last_and_nothing_is_left_when_all_let_go(f
     assert list(folder.glob("in-use-*")) == []
 
 
-def test_a_part_says_what_it_has(tmp_path, layers):
+def test_a_partial_layer_reports_its_chunks(tmp_path, layers):
     part = PartialLayer(tmp_path, layers[2].ref())
     part.resume()
     assert (part.tree, part.present_bytes, part.lacking()) == (None, 0, [0, 1, 2])

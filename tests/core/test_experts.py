@@ -97,7 +97,7 @@ def test_whatever_happens_picked_experts_are_there_and_the_room_is_kept(layers, 
                 memory.apply(Change(pool.depart(), ()))
 
 
-def test_the_pool_begins_with_experts_of_all_layers_alike_and_with_the_most_used_where_that_is_known():
+def test_the_pool_begins_with_experts_of_all_layers_equally_and_with_the_most_used_if_known():
     assert set(a_pool((4, 4), 40).fill()) == {(0, 0), (1, 0), (0, 1), (1, 1)}
     known = ExpertUsage.stored([0, 0, 50, 90], 100, 1)
     pool = Pool([LayerExperts(4, 10)] * 2, 40, [ExpertUsage(4), known])
@@ -122,7 +122,7 @@ def test_the_experts_used_most_stay_whatever_layer_they_are_of():
     assert memory.read_bytes - counted < 0.75 * whole_layers
 
 
-def test_the_pool_counts_what_was_picked_and_what_of_it_was_there():
+def test_the_pool_counts_picked_experts_and_hits():
     pool = a_pool([4, 4], 30)
     pool.pick(0, picks([0, 1], [1, 2]))
     assert (pool.picked, pool.found) == (3, 0)
@@ -146,7 +146,7 @@ def test_a_prompt_that_picks_every_expert_leaves_the_favourites():
     assert memory.read_bytes == before
 
 
-def test_a_lap_of_a_prompt_reads_no_more_than_what_does_not_fit_and_two_layers():
+def test_a_ring_pass_of_a_prompt_reads_no_more_than_the_overflow_and_two_layers():
     memory = Memory(pool := a_pool((8,) * 6, 240))
     everything = picks(*[[e, (e + 1) % 8] for e in range(8)])
     for lap in range(4):
@@ -204,7 +204,7 @@ def test_shares_are_probabilities_and_more_rows_need_more(rows):
     assert (usage.likely(8) >= usage.likely(1) - 1e-12).all()
 
 
-def test_what_was_picked_long_ago_counts_less():
+def test_experts_picked_long_ago_count_less():
     usage = ExpertUsage(4)
     usage.note(np.zeros((3000, 1), np.int32))
     usage.note(np.ones((3000, 1), np.int32))

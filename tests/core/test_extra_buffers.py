@@ -55,7 +55,7 @@ def test_each_device_asks_its_own_profile():
 
 
 @pytest.mark.parametrize(("few", "many"), [("Q6_K", "Q4_K"), ("IQ2_M", "Q4_K")])
-def test_the_types_that_hold_most_bytes_decide_and_unknown_ones_count_as_off(few, many):
+def test_the_types_with_the_most_bytes_decide_and_unknown_ones_count_as_off(few, many):
     def mixed(fast: int, slow: int) -> ModelProfile:
         layer = LayerProfile(bytes_by_type={"Q4_K": fast, few: slow}, expert_bytes_by_type={}, kv_bytes_per_token=4096)
         return replace(MODEL, layers=(layer,) * 20, output_bytes_by_type={many: 1})
@@ -95,7 +95,7 @@ def test_the_owner_may_decide_for_all(wish):
 
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
-def test_of_a_window_that_streams_there_are_no_copies(wish):
+def test_a_window_that_streams_has_no_copies(wish):
     streaming = Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1)
     devices = [profiled("desk", "Q4_K"), profiled("lap", "Q4_K")]
     assert chosen(devices, wish=wish, plan=replace(PLAN, streaming=(streaming,))) == {"desk": True, "lap": False}
@@ -128,7 +128,7 @@ def test_a_device_that_will_have_no_copies_is_planned_for_as_it_is_without():
     assert without_copies(PLAN, devices, MODEL, "off") == [device.without_extra_buffers() for device in devices]
 
 
-def test_what_was_planned_without_copies_is_computed_without_whatever_fits_by_then():
+def test_a_device_planned_without_copies_computes_without_them_whatever_fits_then():
     devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
     planned = [devices[0], devices[1].without_extra_buffers()]
     assert chosen([as_planned(device, planned) for device in devices]) == {"desk": True, "lap": False}
@@ -136,7 +136,7 @@ def test_what_was_planned_without_copies_is_computed_without_whatever_fits_by_th
 
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
-def test_of_a_window_that_is_helped_there_are_no_copies_and_it_was_planned_for_so(wish):
+def test_a_window_with_prefill_offload_has_no_copies_and_was_planned_without(wish):
     devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
     plan = PLAN.with_offload(["lap"])
     assert chosen(devices, wish=wish, plan=plan) == {"desk": True, "lap": False}
@@ -161,7 +161,7 @@ def repacked(name: str) -> DeviceProfile:
         ("balanced", 10, 1000, True),
     ],
 )
-def test_what_the_plan_is_for_decides_about_repacked_weights(objective, prompt, answer, has):
+def test_the_objective_and_workload_decide_about_repacked_weights(objective, prompt, answer, has):
     measured = repacked("desk")
     work = default_workload(4096, 256, "f16", prompt_tokens=prompt, answer_tokens=answer)
     planned = suited(measured, work, objective)
@@ -173,7 +173,7 @@ def test_what_the_plan_is_for_decides_about_repacked_weights(objective, prompt, 
     )
 
 
-def test_nothing_is_said_of_extra_buffers_where_nothing_is_faster_with_them():
+def test_no_line_mentions_extra_buffers_where_nothing_is_faster_with_them():
     assert why_extra(profiled("desk"), profiled("desk"), MODEL) == ""
     other = replace(MODEL, layers=(), output_bytes_by_type={"F16": 1})
     assert why_extra(repacked("desk"), repacked("desk"), other) == ""

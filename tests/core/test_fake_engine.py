@@ -30,7 +30,7 @@ def rows(content, start=0, sequences=(0,), *, outputs=True) -> Rows:
     )
 
 
-def test_windows_one_behind_the_other_are_the_whole_model():
+def test_consecutive_windows_are_the_whole_model():
     fake = model()
     first, middle, tail, whole = fake.first(1), fake.middle(1, 2), fake.tail(2), fake.whole()
     tail.forward(rows(middle.forward(rows(first.forward(rows([5, 6]))))))
@@ -166,7 +166,7 @@ def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_els
         window.state_restore(4, 0, 3)
 
 
-def test_cells_go_into_another_window_of_the_same_layers_behind_each_other_and_nowhere_else():
+def test_cells_go_into_another_window_of_the_same_layers_in_order_and_nowhere_else():
     fake = model()
     first, middle, other = fake.first(1), fake.middle(1, 3), fake.middle(1, 3)
     middle.forward(rows(first.forward(rows([5, 6, 7]))))

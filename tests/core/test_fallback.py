@@ -40,7 +40,7 @@ def test_a_step_waits_for_a_quick_model_and_not_for_a_slow_one():
 
 
 @given(st.floats(0, 0.99), st.floats(0.001, 5), st.floats(0, 1))
-def test_neither_way_is_slower_than_no_guesses(share, draft_token, more):
+def test_neither_waiting_nor_not_waiting_is_slower_than_no_drafts(share, draft_token, more):
     costs = [1 + more * rows for rows in range(6)]
     assert best_wait(costs, share, draft_token)[1] >= 1
     assert rate_without_waiting(costs, share, draft_token) >= 1

@@ -42,7 +42,7 @@ def test_next_tokens_of_several_requests_come_as_fast_as_the_busiest_device_comp
 
 @pytest.mark.parametrize("chunks", [4, 20])
 @pytest.mark.parametrize("shares", [*SHARES, (0.5, 0.875, 0.625), (0.75, 0.875, 0.375), (0.5, 0.95, 0.55)])
-def test_no_device_waits_for_chunks_of_a_prompt_but_for_the_first_and_behind_the_last(shares, chunks):
+def test_devices_wait_for_chunks_only_before_the_first_and_after_the_last(shares, chunks):
     ring = TimedRing(2, visit_s=VISIT_S, shares=shares, context=256, depth=2, rows=8, drafter=Nothing)
     ring.head.submit(generate(0, prompt(8 * chunks), tokens=1))
     ring.finish()

@@ -19,7 +19,7 @@ def gap(after: str, *files: tuple[str, str]) -> Gap:
     return Gap(after=after, param="suffix", files=files)
 
 
-def test_the_gap_lies_between_what_is_before_and_after_it():
+def test_the_gap_lies_between_prefix_and_suffix():
     found = fill_in_prompt(FILLS, "ab", gap("cd"), room=100)
     assert found == [BOS, BEFORE, *b"ab", AFTER, *b"cd", MIDDLE]
     assert fill_in_prompt(FILLS, [97, 98], gap("cd"), room=100) == found
@@ -45,7 +45,7 @@ def test_files_stand_in_front_by_name():
 
 
 @given(before=st.text("ab", max_size=60), after=st.text("cd", max_size=60), room=st.integers(5, 80))
-def test_what_is_nearest_to_the_gap_stays(before, after, room):
+def test_the_text_nearest_to_the_gap_stays(before, after, room):
     found = fill_in_prompt(FILLS, before, gap(after), room=room)
     assert len(found) <= room
     assert found[:2] == [BOS, BEFORE]

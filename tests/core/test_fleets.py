@@ -80,7 +80,7 @@ def test_a_fleet_of_ones_own(tmp_path: Path) -> None:
     assert {(link.source, link.round_trip_s) for link in fleet.links} == {("paper-d2", 0.001), ("desk", 0.5)}
 
 
-def test_a_device_beside_the_fleet_comes_first(tmp_path: Path) -> None:
+def test_a_device_file_next_to_the_fleet_comes_first(tmp_path: Path) -> None:
     content = json.loads((profiles_directory() / "devices" / "paper-d2.json").read_text())
     content["device"]["ram_available_bytes"] = 12345
     (tmp_path / "paper-d2.json").write_text(json.dumps(content))

@@ -158,7 +158,7 @@ def test_not_a_gguf(scratch, content):
     [(b"<!DOCTYPE html>", "a web page"), (b"<html>", "a web page"), (b"version https://git-lfs", "git lfs pull")],
     ids=["page", "short page", "pointer"],
 )
-def test_what_a_download_brought_in_its_place(scratch, content, instead):
+def test_a_download_of_something_else_is_named(scratch, content, instead):
     refused(scratch, content, instead)
 
 
@@ -344,5 +344,5 @@ def test_changed_numbers_are_read_or_refused(scratch, at, number):
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=400))
-def test_random_bytes_behind_the_magic_are_refused(scratch, content):
+def test_random_bytes_after_the_magic_are_refused(scratch, content):
     survives(scratch, b"GGUF" + struct.pack("<I", 3) + content)

@@ -95,7 +95,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_template_takes_every_history_and_shows_all_that_was_said(name):
+def test_every_template_takes_every_history_and_renders_all_its_messages(name):
     vocabulary = ByteVocabulary(chat_template=TEMPLATES[name])
     for history, messages in HISTORIES.items():
         got = render(vocabulary, messages, now=NOW)
@@ -138,7 +138,7 @@ OF_CALLS = {
 
 
 @pytest.mark.parametrize("name", OF_CALLS)
-def test_every_call_is_shown_as_the_template_shows_calls(name):
+def test_every_call_is_rendered_in_the_form_of_the_template(name):
     calls = [
         {"id": each, "type": "function", "function": {"name": "f", "arguments": json.dumps({"to": each})}}
         for each in "ab"
@@ -167,7 +167,7 @@ def test_a_template_changes_nothing_that_it_was_given():
         render(ByteVocabulary(chat_template="{{ messages[0].update(a=1) }}"), asked, now=NOW)
 
 
-def test_what_a_template_takes_as_it_is_is_rendered_once():
+def test_a_history_that_a_template_takes_unchanged_is_rendered_once():
     for template in (
         EACH,
         TEMPLATES["system first"],
@@ -185,7 +185,7 @@ def test_an_order_that_a_template_takes_stays():
     assert got == "[system]system-one[user]user-one[assistant]answer-one[system]B[user]user-two"
 
 
-def test_a_later_system_message_stands_where_it_was_said():
+def test_a_later_system_message_keeps_its_place():
     got = render(ByteVocabulary(chat_template=TEMPLATES["system first"]), HISTORIES["a later one"], now=NOW)
     assert got == "[system]system-one[user]user-one[assistant]answer-one[user]B\n\nuser-two"
 
@@ -195,7 +195,7 @@ def test_a_system_prompt_begins_the_users_turn_where_there_is_no_system_role():
     assert got == "[user]system-one\n\nuser-one[assistant]answer-one[user]user-two"
 
 
-def test_what_is_refused_in_every_shape_names_the_way_out():
+def test_a_history_refused_in_every_shape_is_answered_with_the_option_to_use():
     refuses = "{{ raise_exception('never') }}"
     with pytest.raises(RequestError, match=r"refuses the messages: never .*serve --chat-template FILE"):
         render(ByteVocabulary(chat_template=refuses), HISTORIES["two users"], now=NOW)
@@ -283,7 +283,7 @@ THINKS = (
         ),
     ],
 )
-def test_an_answer_goes_on_where_the_last_message_ends(template, last, fields, end):
+def test_a_completion_continues_where_the_last_message_ends(template, last, fields, end):
     special = {259: "<|im_end|>"}
     made = chat_job(
         chat(user("x"), last, **fields),
@@ -295,7 +295,7 @@ def test_an_answer_goes_on_where_the_last_message_ends(template, last, fields, e
     assert got.endswith(end), got
 
 
-def test_what_goes_on_in_a_text_is_read_as_text_and_thoughts_as_thoughts():
+def test_a_continued_text_is_read_as_text_and_continued_thoughts_as_thoughts():
     def read(last: Message, answer: str, template: str = THINKS) -> tuple[str, str]:
         served = TextModel(id="toy", created=0, context_tokens=9999, vocabulary=ByteVocabulary(chat_template=template))
         reading = chat_job(chat(user("x"), last), served, seed=1, now=NOW).reading
@@ -349,7 +349,7 @@ UNDERSTOOD = [
 ]
 
 
-def test_what_clients_send_back_is_understood():
+def test_history_that_clients_send_back_is_understood():
     for message, more, text in UNDERSTOOD:
         read = chat(*ASKED, message).messages[-1].for_template()
         calls = read.get("tool_calls")

@@ -60,7 +60,7 @@ def test_one_request_begins_at_once_and_the_loop_comes_to_rest():
     assert here.at_each_turn() == [["one"]]
 
 
-def test_of_many_few_begin_at_a_turn_and_the_newest_connection_is_first():
+def test_few_of_many_requests_start_per_turn_and_the_newest_connection_is_first():
     here = Connections()
     for number in range(40):
         here.ready(f"{number}")
@@ -79,7 +79,7 @@ def test_machines_take_turns():
     assert "modest" in here.at_each_turn()[1]
 
 
-def test_who_was_answered_before_waits_behind_who_has_come_but_not_for_ever():
+def test_a_client_served_before_waits_for_new_ones_but_not_for_ever():
     here = Connections()
     for number in range(MAX_STARTS):
         here.ready(f"{number}")
@@ -91,7 +91,7 @@ def test_who_was_answered_before_waits_behind_who_has_come_but_not_for_ever():
     assert "again" in turn
 
 
-def test_who_is_gone_begins_nothing_and_who_waits_waits_once():
+def test_a_client_that_is_gone_starts_nothing_and_no_client_waits_twice():
     here = Connections()
     for number in range(MAX_STARTS):
         here.ready(f"{number}")
@@ -102,7 +102,7 @@ def test_who_is_gone_begins_nothing_and_who_waits_waits_once():
     assert here.at_each_turn()[1] == ["twice"]
 
 
-def test_what_takes_long_to_begin_ends_a_turn():
+def test_a_request_that_takes_long_to_start_ends_a_turn():
     here = Connections()
     for number in range(MAX_STARTS):
         here.ready(f"{number}")

@@ -84,7 +84,7 @@ BITS = [
     ),
     data=st.data(),
 )
-def test_whatever_comes_what_is_taken_is_the_beginning_of_an_object(text, data):
+def test_the_text_taken_is_always_a_prefix_of_an_object(text, data):
     whole, left, reader = take([text])
     for pieces in (list(text), split(text, data)):
         taken, rest, again = take(pieces)

@@ -89,7 +89,7 @@ def test_chunks_of_a_prompt_and_some_rows_of_an_answer_at_a_time_are_blocks():
         assert all(kv_writer.holds(each.key, layers) for each in chain)
 
 
-def test_what_a_step_computed_is_kept_before_the_next_one():
+def test_blocks_of_a_step_are_kept_before_the_next_step():
     ring = keeping(depth=1)
     ring.head.submit(asked(tokens=4))
     steps = []
@@ -118,7 +118,7 @@ def test_rows_that_are_computed_again_make_the_blocks_that_they_made(replays):
 
 
 @pytest.mark.parametrize("cut", [1, 4, 6, 7])
-def test_an_answer_goes_on_behind_what_is_kept_of_it_and_makes_the_blocks_that_it_would_have_made(cut):
+def test_a_request_resumes_after_its_kept_blocks_and_makes_the_same_blocks(cut):
     undisturbed, ring = keeping(), keeping()
     tokens, _ = undisturbed.ask(asked())
     ring.head.submit(asked())
@@ -136,7 +136,7 @@ def test_an_answer_goes_on_behind_what_is_kept_of_it_and_makes_the_blocks_that_i
     assert not any(isinstance(event, PromptProgress) and event.reused for event in after.events)
 
 
-def test_where_rows_need_not_be_exact_what_is_in_no_block_is_computed_in_chunks():
+def test_tokens_in_no_block_are_computed_in_chunks_where_rows_need_not_be_exact():
     ring, tokens = keeping(), whole(13)
     chain = blocks_of(ring, tokens, [3])
     rest, _ = (found := keeping()).ask(asked(sampled=tokens[:11], tokens=13, replays_rows=False))
@@ -179,7 +179,7 @@ def test_a_ring_that_drains_with_all_in_blocks_has_no_step_more():
     assert list(ring.head.news()) == [Drained()]
 
 
-def test_a_cancel_takes_along_what_a_drain_would_keep():
+def test_a_cancel_drops_blocks_that_a_drain_would_keep():
     ring = FakeRing([], 3, rows=4, keep_rows=3)
     ring.head.submit(asked())
     while len(sampled(ring)) < 5:
@@ -205,7 +205,7 @@ def test_a_new_request_has_all_but_the_last_chunk_of_a_prompt():
     assert other.windows[0].steps[0] == (8, 9, 10, 11), "the chunk of the shorter prompt ends elsewhere"
 
 
-def test_what_a_sequence_has_of_a_prompt_is_not_loaded():
+def test_blocks_of_a_prompt_that_its_sequence_has_are_not_loaded():
     ring = keeping()
     ring.ask(asked())
     ring.ask(asked(2, blocks=prompt_blocks(ring.chunking, PROMPT, ROOT)))
@@ -251,7 +251,7 @@ def test_a_chain_that_is_not_here_breaks_the_ring_by_its_name():
         after.ask(asked(sampled=tokens[:5], blocks=chain[:4]))
 
 
-def test_choices_of_one_prompt_keep_it_once_and_each_is_told_of_it():
+def test_choices_of_one_prompt_keep_it_once_and_each_reports_it():
     ring = keeping(sequences=3)
     for request in (1, 2, 3):
         seeded = msgspec.structs.replace(asked().sampling, temperature=1.0, seed=request)
@@ -263,7 +263,7 @@ def test_choices_of_one_prompt_keep_it_once_and_each_is_told_of_it():
     assert [ring.shelves[1].kept.count(each.key) for each in chain] == [1, 1, 1]
 
 
-def test_who_has_another_root_keeps_the_same_prompt_under_its_own():
+def test_a_request_with_another_root_keeps_the_same_prompt_under_its_own():
     ring = keeping()
     ring.ask(asked())
     ring.ask(asked(2, root="another owner"))
@@ -284,7 +284,7 @@ def test_an_answer_is_forgotten_when_it_is_over_and_its_prompt_when_its_sequence
     assert kept(ring, 2)[:1] == chain[:1]
 
 
-def test_what_was_cancelled_is_forgotten_once_no_window_will_keep_it_any_more():
+def test_blocks_of_a_cancelled_request_are_forgotten_once_no_window_will_keep_them():
     ring = keeping(depth=1)
     ring.head.submit(asked(tokens=20))
     while len(sampled(ring)) < 4 or not any(ring.links):
@@ -314,7 +314,7 @@ def test_blocks_that_come_with_a_request_are_forgotten_with_it_though_it_never_b
     assert news == KvForgotten(keys=[each.key for each in chain])
 
 
-def test_who_begins_like_a_prompt_that_is_loaded_copies_it_behind_that():
+def test_a_request_with_the_prefix_of_a_loaded_prompt_copies_it_after_the_load():
     ring = keeping()
     longer = [*PROMPT, *range(30, 42)]
     ring.ask(asked(prompt=longer))
@@ -345,7 +345,7 @@ def test_a_sequence_is_kept_before_it_has_another_text():
     assert step.ops[:3] == [kept_first, KvCopy(1, 2, len(PROMPT)), KvCopy(0, 1, 4)]
 
 
-def test_blocks_are_told_in_their_order_where_a_step_comes_back_at_once():
+def test_blocks_are_reported_in_order_where_a_step_comes_back_at_once():
     ring = FakeRing([], 3, rows=4, keep_rows=3, sequences=2, context=128)
     other = [*PROMPT[:8], 1, 2]
     ring.head.submit(asked())
@@ -354,7 +354,7 @@ def test_blocks_are_told_in_their_order_where_a_step_comes_back_at_once():
     assert kept(ring, 2)[:3] == prompt_blocks(ring.chunking, other, ROOT)
 
 
-def test_a_block_that_is_needed_again_before_it_was_told_as_forgotten_is_held():
+def test_a_block_needed_again_before_it_was_reported_as_forgotten_is_held():
     keeping, chain, tokens = Keeping(), Chain(request=1, root=ROOT), [1, 2, 3]
     keeping.add(chain, 0, tokens, (3,))
     keeping.hand_out(7)

@@ -60,7 +60,7 @@ def again(ring: FakeRing, known: int) -> int:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 17, 30, 50])
-def test_an_answer_goes_on_from_its_last_state(tokens):
+def test_a_request_resumes_from_its_last_state(tokens):
     replica, ring, prompt = FakeReplica(), ring_of(), text(40)
     sampled = written(ring, replica, prompt, tokens)
     assert again(gone_on(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= STATE_ROWS + 4
@@ -80,7 +80,7 @@ def test_where_the_last_state_is_lost_the_one_before_serves():
     assert again(gone_on(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= 2 * STATE_ROWS + 4
 
 
-def test_of_a_chain_the_latest_states_are_kept():
+def test_the_latest_states_of_a_chain_are_kept():
     ring, prompt = ring_of(), text(40)
     written(ring, FakeReplica(), prompt, TOKENS - 1)
     forgotten = {key for event in ring.events if isinstance(event, KvForgotten) for key in event.keys}
@@ -90,7 +90,7 @@ def test_of_a_chain_the_latest_states_are_kept():
     assert all(each.end - before.end == STATE_ROWS for before, each in pairwise(states))
 
 
-def test_a_prompt_that_devices_have_is_computed_behind_its_last_state():
+def test_a_prompt_that_devices_have_is_computed_after_its_last_state():
     first, prompt = ring_of(), text(60)
     first.ask(generate(1, prompt, root="ann"))
     chain = [

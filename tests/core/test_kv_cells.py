@@ -38,7 +38,7 @@ def packed(block, layers):
     first=st.integers(0, 900),
     sizes=st.lists(st.just((0, 0)) | st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=5),
 )
-def test_what_was_packed_comes_back(block, first, sizes):
+def test_packed_cells_come_back(block, first, sizes):
     layers = [cells(block, first + i, *each) for i, each in enumerate(sizes)]
     data = packed(block, layers)
     assert unpack(data) == (block, layers)
@@ -116,7 +116,7 @@ def put(value, *path):
         put(None, 1, 0, 5),
     ],
 )
-def test_an_index_that_says_what_cannot_be_is_refused(change):
+def test_an_index_with_impossible_values_is_refused(change):
     with pytest.raises(CellsError):
         unpack(forged(change))
 

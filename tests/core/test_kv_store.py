@@ -61,7 +61,7 @@ def part_of(folder, *layers, cell_bytes=LAYER_BYTES):
 
 
 @pytest.mark.parametrize("layers", [range(4, 6), range(3, 7), range(0, 5), range(5, 6)])
-def test_what_another_device_gives_never_takes_the_place_of_what_was_computed_here(tmp_path, layers):
+def test_cells_of_another_device_never_replace_those_computed_here(tmp_path, layers):
     store = KvStore(tmp_path / "cells")
     store.put(FIRST, cells(FIRST, 4, 5))
     assert store.add_part(FIRST, part_of(tmp_path, *layers), range(0, 9)) == layers
@@ -69,7 +69,7 @@ def test_what_another_device_gives_never_takes_the_place_of_what_was_computed_he
     assert store.layers(FIRST.key) == {4, 5, *layers}
 
 
-def test_what_is_computed_here_later_is_read_in_place_of_what_another_device_gave(tmp_path):
+def test_cells_computed_here_later_are_read_instead_of_those_of_another_device(tmp_path):
     store = KvStore(tmp_path / "cells")
     store.add_part(FIRST, part_of(tmp_path, 3, 4, 5, 6), range(0, 9))
     store.put(FIRST, cells(FIRST, 4, 5))
@@ -85,7 +85,7 @@ def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, asked):
     assert not store.layers(FIRST.key)
 
 
-def test_another_process_sees_what_was_written(tmp_path):
+def test_another_process_sees_written_blocks(tmp_path):
     writer, reader = KvStore(tmp_path), KvStore(tmp_path, limit_bytes=1 << 20)
     assert reader.list() == []
     writer.put(FIRST, cells(FIRST, 0))
@@ -107,7 +107,7 @@ def test_nobody_else_may_read_it(tmp_path):
 
 
 @given(place=st.integers(0), flips=st.integers(1, 255), cut=st.booleans())
-def test_what_is_damaged_is_not_there_and_goes(tmp_path_factory, place, flips, cut):
+def test_a_damaged_block_counts_as_missing_and_is_removed(tmp_path_factory, place, flips, cut):
     folder = tmp_path_factory.mktemp("cells")
     store = KvStore(folder)
     store.put(FIRST, cells(FIRST, 0, 1))
@@ -121,7 +121,7 @@ def test_what_is_damaged_is_not_there_and_goes(tmp_path_factory, place, flips, c
     assert files(folder) == []
 
 
-def test_what_another_file_holds_whole_is_still_there(tmp_path):
+def test_layers_that_another_file_holds_whole_are_still_there(tmp_path):
     store = KvStore(tmp_path)
     store.put(FIRST, cells(FIRST, 0, 1, 2))
     path = files(tmp_path)[0]
@@ -177,7 +177,7 @@ def test_a_part_goes_to_another_device_whole_or_not_at_all(tmp_path):
     assert len(there.list()) == 1
 
 
-def test_the_end_of_the_chain_used_longest_ago_goes_first_and_never_what_is_leased(tmp_path):
+def test_the_end_of_the_least_recently_used_chain_is_evicted_first_and_never_a_leased_one(tmp_path):
     size = sum(path.stat().st_size for path in _put(tmp_path / "one", FIRST))
     store = KvStore(tmp_path / "cells", limit_bytes=3 * size)
     for block in (FIRST, SECOND, OTHER):
@@ -200,7 +200,7 @@ def test_the_end_of_the_chain_used_longest_ago_goes_first_and_never_what_is_leas
     assert store.list() == []
 
 
-def test_what_two_forget_at_once_is_gone_when_either_has_returned(tmp_path, monkeypatch):
+def test_a_block_that_two_processes_forget_at_once_is_gone_when_either_returns(tmp_path, monkeypatch):
     store, removing = KvStore(tmp_path / "cells"), shutil.rmtree
     store.put(FIRST, cells(FIRST, 0))
 
@@ -230,7 +230,7 @@ def test_an_eviction_makes_room_for_a_while(tmp_path):
     assert sum(each.size_bytes for each in store.list()) <= 15 * 330
 
 
-def test_what_others_write_counts_at_the_next_eviction(tmp_path):
+def test_blocks_written_by_others_count_at_the_next_eviction(tmp_path):
     store, other = KvStore(tmp_path, limit_bytes=1), KvStore(tmp_path)
     other.put(FIRST, cells(FIRST, 0))
     store.evict()
@@ -244,7 +244,7 @@ def test_a_disk_that_is_nearly_full_takes_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
-def test_a_disk_too_small_for_the_limit_is_said_beforehand(tmp_path, monkeypatch):
+def test_a_disk_too_small_for_the_limit_is_reported_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
     assert "bytes of disk are free" in KvStore(tmp_path, limit_bytes=11).lacking()
     assert KvStore(tmp_path, limit_bytes=10).lacking() == ""
@@ -317,7 +317,7 @@ class _Slow(KvStore):
         super().put(block, cells)
 
 
-def test_who_keeps_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
+def test_a_writer_with_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(shelf, "MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr(shelf, "PATIENCE_S", 600)
     store = _Slow(tmp_path)
@@ -337,7 +337,7 @@ def test_who_keeps_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
     assert {block.key for block in store.list()} == {FIRST.key, SECOND.key, OTHER.key}
 
 
-def test_a_disk_that_refuses_is_told_once_and_stops_nobody(tmp_path, caplog):
+def test_a_disk_that_refuses_is_logged_once_and_stops_nobody(tmp_path, caplog):
     (tmp_path / "cells").write_bytes(b"")
     kept = KvWriter(KvStore(tmp_path / "cells"))
     with caplog.at_level("WARNING"):
@@ -349,7 +349,7 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nobody(tmp_path, caplog):
     kept.close()
 
 
-def test_what_waits_is_written_before_the_end(tmp_path):
+def test_waiting_blocks_are_written_before_the_end(tmp_path):
     kept = KvWriter(KvStore(tmp_path))
     for block in (FIRST, SECOND, THIRD):
         kept.keep(block, cells(block, 0))

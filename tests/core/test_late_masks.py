@@ -43,7 +43,7 @@ def until_told(ring: FakeRing, *requests: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_others_go_on_while_a_mask_is_late(shape):
+def test_others_continue_while_a_mask_is_late(shape):
     ring = ring_of(*shape)
     for request, sampling in ((1, LATE), (2, GREEDY), (3, GREEDY)):
         ring.head.submit(generate(request, [5, request], sampling=sampling))
@@ -56,7 +56,7 @@ def test_others_go_on_while_a_mask_is_late(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_that_comes_late_is_drawn_from_its_own_logits(shape):
+def test_a_late_token_is_sampled_from_its_own_logits(shape):
     def reported(looks: int) -> list[Sampled]:
         ring = ring_of(*shape, looks)
         for request, sampling in ((1, LATE), (2, GREEDY), (3, LATE)):
@@ -68,7 +68,7 @@ def test_a_token_that_comes_late_is_drawn_from_its_own_logits(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_answer_that_is_held_back_goes_on_in_the_next_ring(shape):
+def test_a_request_that_is_held_back_resumes_in_the_next_ring(shape):
     ring = ring_of(*shape, 50)
     ring.head.submit(generate(1, [5, 6], sampling=LATE))
     while not ring.reported(1):
@@ -106,7 +106,7 @@ class SlowWords(ByteTokens):
         goes_on.wait()
 
 
-def test_a_mask_says_whether_it_is_there_and_is_given_up_in_the_end(monkeypatch):
+def test_a_mask_reports_whether_it_is_ready_and_times_out(monkeypatch):
     goes_on = threading.Event()
     mask = GrammarMask(Words(lambda: SlowWords(goes_on)), 'start: "a"', [])
     assert not mask.is_ready(0.0)

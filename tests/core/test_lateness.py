@@ -16,7 +16,7 @@ def lap(ring_passes: Lateness, step: int, *, at: float, took: float, rows: int =
     ring_passes.back(step, at + took)
 
 
-def test_the_first_lap_is_given_longer_and_the_first_of_several_rows_as_long_as_they_take_one_by_one():
+def test_the_first_ring_pass_has_longer_and_the_first_of_several_rows_the_time_of_each_row_alone():
     ring_passes = Lateness()
     ring_passes.left(0, 1, 0.0)
     assert ring_passes.due_s() == FIRST_WAIT_S
@@ -27,7 +27,7 @@ def test_the_first_lap_is_given_longer_and_the_first_of_several_rows_as_long_as_
     assert ring_passes.overdue(1e9) == Overdue(step=1, waited_s=1e9 - 10.0, ring_passes=1, is_first=True)
 
 
-def test_the_first_lap_of_several_rows_of_a_quick_ring_is_given_as_long_as_the_first_of_all():
+def test_the_first_ring_pass_of_several_rows_of_a_quick_ring_has_as_long_as_the_very_first():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.001)
     ring_passes.left(1, 512, 10.0)
@@ -41,7 +41,7 @@ def test_nothing_is_late_when_nothing_is_out():
     assert ring_passes.overdue(1e9) is None
 
 
-def test_no_lap_is_late_within_the_least_wait():
+def test_no_ring_pass_is_late_within_the_minimum_wait():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.001)
     ring_passes.left(1, 1, 5.0)
@@ -50,14 +50,14 @@ def test_no_lap_is_late_within_the_least_wait():
     assert ring_passes.overdue(6.0) == Overdue(step=1, waited_s=1.0, ring_passes=1)
 
 
-def test_slow_laps_are_given_time():
+def test_slow_ring_passes_have_a_longer_deadline():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=2.0)
     ring_passes.left(1, 1, 10.0)
     assert ring_passes.due_s() == 10.0 + TIMEOUT_FACTOR * 2.0
 
 
-def test_a_late_lap_is_told_once_and_at_each_doubling():
+def test_a_late_ring_pass_is_reported_once_and_at_each_doubling():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 0.0)
@@ -66,7 +66,7 @@ def test_a_late_lap_is_told_once_and_at_each_doubling():
     assert reported == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_who_looks_late_hears_of_it_once():
+def test_a_late_check_reports_a_late_ring_pass_once():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 1.0)
@@ -75,7 +75,7 @@ def test_who_looks_late_hears_of_it_once():
     assert ring_passes.due_s() == 1.0 + 128
 
 
-def test_a_lap_that_comes_back_is_no_longer_late_and_the_next_one_starts_anew():
+def test_a_ring_pass_that_comes_back_is_no_longer_late_and_the_next_one_has_its_own_deadline():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 0.01)
@@ -85,7 +85,7 @@ def test_a_lap_that_comes_back_is_no_longer_late_and_the_next_one_starts_anew():
     assert ring_passes.due_s() == pytest.approx(1.6 + TIMEOUT_FACTOR * 1.59)
 
 
-def test_a_bad_lap_is_forgotten_in_time():
+def test_a_bad_ring_pass_is_forgotten_in_time():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=5.0)
     for step in range(1, 60):
@@ -102,14 +102,14 @@ def test_prefill_is_measured_by_its_rows_and_decode_by_itself():
     assert ring_passes.expected_s(1) == 0.5
 
 
-def test_a_prefill_lap_that_is_quicker_than_a_decode_lap_is_no_nonsense():
+def test_a_prefill_ring_pass_may_be_quicker_than_a_decode_ring_pass():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.5)
     lap(ring_passes, 1, at=10, took=0.1, rows=100)
     assert ring_passes.expected_s(200) == 0.5
 
 
-def test_a_lap_that_waits_behind_others_is_not_late_for_that():
+def test_a_ring_pass_that_waits_for_others_is_not_late_for_that():
     ring_passes = Lateness()
     lap(ring_passes, 0, at=0, took=0.5)
     lap(ring_passes, 1, at=10, took=10.5, rows=100)
@@ -125,7 +125,7 @@ def test_a_lap_that_waits_behind_others_is_not_late_for_that():
 # ---- in the head ----------------------------------------------------------------------------------------------------
 
 
-def test_the_head_tells_of_a_late_step_and_goes_on():
+def test_the_head_reports_a_late_step_and_continues():
     ring = FakeRing([[2, 1, 3]], 2)
     ring.ask(generate(0, [1], tokens=3))
     ring.events.clear()
@@ -145,7 +145,7 @@ def test_the_head_tells_of_a_late_step_and_goes_on():
     assert ring.answer(1)[0] == ring.model.answer([2], 3, generate(0, [1]).sampling)
 
 
-def test_a_head_alone_has_no_laps():
+def test_a_single_head_has_no_ring_passes():
     ring = FakeRing([], 3)
     ring.ask(generate(0, [1], tokens=3))
     ring.now_s += 1e6

@@ -28,7 +28,7 @@ def broken(root: Path) -> list[str]:
         "MOST_ROWS = 3",
     ],
 )
-def test_a_name_made_of_an_old_word_is_named_with_its_line_and_the_new_word(tmp_path: Path, text: str) -> None:
+def test_a_name_made_of_an_old_word_is_reported_with_its_line_and_the_new_word(tmp_path: Path, text: str) -> None:
     (tmp_path / "primad").mkdir()
     (tmp_path / "primad" / "a.py").write_text(text)
     (line,) = broken(tmp_path)

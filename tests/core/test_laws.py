@@ -32,7 +32,7 @@ def write(root: Path, **files: str) -> None:
     ["class Plan: ...", "Plan = int | str", "Plan: TypeAlias = int"],
     ids=["a class", "an alias", "an alias that says so"],
 )
-def test_a_type_name_that_is_defined_twice_is_told_with_both_places(tmp_path: Path, second: str) -> None:
+def test_a_type_name_that_is_defined_twice_is_reported_with_both_places(tmp_path: Path, second: str) -> None:
     write(tmp_path, primad__ring__a="class Plan: ...", solver__halda__b=f"import os\n{second}")
     assert broken(tmp_path) == ["Plan is defined more than once: primad/ring/a.py:1, solver/halda/b.py:2"]
 
@@ -89,7 +89,7 @@ def test_nothing_imports_packaging(tmp_path: Path) -> None:
     ]
 
 
-def test_what_runs_prints_and_logs_in_one_place_each(tmp_path: Path) -> None:
+def test_the_product_prints_and_logs_in_one_place_each(tmp_path: Path) -> None:
     write(tmp_path, primad__cli__output="out = Console()", tools__a="print(1)", primad__b="channel.print(1)")
     assert broken(tmp_path) == []
     write(tmp_path, primad__a="print(1)", solver__halda__b="import sys\ndef f():\n    sys.stderr.write('x')")
@@ -100,7 +100,7 @@ def test_what_runs_prints_and_logs_in_one_place_each(tmp_path: Path) -> None:
     ]
 
 
-def test_what_runs_imports_no_tools(tmp_path: Path) -> None:
+def test_the_product_imports_no_tools(tmp_path: Path) -> None:
     write(tmp_path, primad__a="from tools.research.published import solve_published")
     (line,) = broken(tmp_path)
     assert line == "primad/a.py:1: what runs imports tools.research.published, which only a checkout has"

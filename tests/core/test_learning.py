@@ -203,7 +203,7 @@ def test_prompts_that_take_longer_than_planned_are_planned_with_longer():
     assert 1.3 < ratio < 1.4, "what a layer costs besides its weights is as one row takes it"
 
 
-def test_prompts_teach_nothing_of_devices_that_stream_or_were_measured_anew():
+def test_prompts_correct_no_device_that_streams_or_was_remeasured():
     streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1),))
     assert prompts(streams, lap=1.8) == USED
     anew = USED.noted([device("lap", rate=19e9)])
@@ -211,7 +211,7 @@ def test_prompts_teach_nothing_of_devices_that_stream_or_were_measured_anew():
     assert prompts_learnt(anew, PLAN, QUESTION, USED, printed) == anew
 
 
-def test_what_a_plan_was_made_with_is_not_corrected_twice():
+def test_corrections_that_a_plan_already_used_are_not_applied_twice():
     used = dataclasses.replace(
         USED, devices=USED.devices | {"lap": dataclasses.replace(USED.devices["lap"], compute=1.5)}
     )
@@ -220,7 +220,7 @@ def test_what_a_plan_was_made_with_is_not_corrected_twice():
     )
 
 
-def test_what_is_left_of_a_token_are_its_hops():
+def test_the_remaining_time_of_a_token_is_that_of_its_hops():
     statuses = {"desk": status(0.02, token_s=0.056), "lap": status(0.03)}
     known = learnt(USED, verdict_of(PLAN, PREDICTED, USED, statuses), PLAN, USED)
     assert known.links == {pair: pytest.approx(1.25) for pair in (("desk", "lap"), ("lap", "desk"))}
@@ -230,7 +230,7 @@ def test_what_is_left_of_a_token_are_its_hops():
     assert known.apply_link(link("lap", "nas")) == link("lap", "nas")
 
 
-def test_what_is_next_to_nothing_of_a_token_teaches_nothing():
+def test_a_negligible_share_of_a_token_corrects_nothing():
     statuses = {"desk": status(0.0004, token_s=0.5), "lap": status(0.479)}
     offered_forecast = prediction(
         device_prediction("desk", compute_s=0.0001), device_prediction("lap", compute_s=0.479)
@@ -239,7 +239,7 @@ def test_what_is_next_to_nothing_of_a_token_teaches_nothing():
     assert known == USED
 
 
-def test_a_slow_disk_shows_in_what_is_waited_for():
+def test_a_slow_disk_shows_in_the_stall_time():
     lap = device_prediction("lap", compute_s=0.03, stall_s=0.03, disk_s=0.04, disk_bytes_per_token=1000)
     offered_forecast = prediction(device_prediction("desk", compute_s=0.02), lap)
     statuses = {
@@ -275,7 +275,7 @@ def test_a_disk_that_nobody_waits_for_teaches_nothing():
         msgspec.structs.replace(status(0.06), decode=None),
     ],
 )
-def test_what_was_not_measured_cleanly_teaches_nothing(lap):
+def test_a_disturbed_measurement_corrects_nothing(lap):
     assert verdict_of(PLAN, PREDICTED, USED, LAP_SLOW | {"lap": lap}) is None
 
 
@@ -286,7 +286,7 @@ def test_nothing_is_learnt_without_the_time_of_a_token():
 # ---- measurements ---------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_was_measured_anew_begins_at_nothing():
+def test_a_remeasured_device_starts_without_corrections():
     known = Corrections(devices={"lap": DeviceFactors(stamp=stamp_of(PROFILES[1]), compute=1.5)})
     free = dataclasses.replace(PROFILES[1], ram_available_bytes=1)
     assert known.of(free).compute == 1.5, "what is free is not measured"
@@ -301,7 +301,7 @@ def test_an_answer_of_a_plan_with_older_figures_teaches_nothing_of_that_device()
     assert known.devices == anew.devices
 
 
-def test_what_was_learnt_is_kept(tmp_path):
+def test_corrections_are_kept(tmp_path):
     learning = Learning(tmp_path)
     assert learning.planned(PROFILES) == USED
     slow = msgspec.structs.replace(LAP_SLOW["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
@@ -349,13 +349,13 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_that_comes_true_is_not_told_of(tmp_path, caplog):
+def test_a_plan_whose_forecast_holds_is_not_logged(tmp_path, caplog):
     measured = Learning(tmp_path).completed(1, FORECAST, AS_PLANNED)
     assert measured == CompletionFigures(tpot_ms=pytest.approx(54), predicted_tpot_ms=pytest.approx(54), wrong=None)
     assert not caplog.records
 
 
-def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
+def test_a_plan_whose_forecast_is_off_is_logged_once_with_the_term(tmp_path, caplog):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     with caplog.at_level(logging.WARNING):
@@ -376,7 +376,7 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
     assert len(caplog.records) == 3, "another plan"
 
 
-def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
+def test_a_difference_beyond_any_factor_is_reported_as_such(tmp_path):
     statuses = {"desk": status(0.02, token_s=0.224), "lap": status(0.2)}
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
@@ -389,7 +389,7 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
     assert learning.corrections.devices["lap"].compute <= MAX
 
 
-def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
+def test_a_plan_by_hand_is_not_compared_with_a_forecast(tmp_path):
     by_hand = Forecast.of(PLAN, model(), None, context_tokens=64)
     assert Learning(tmp_path).completed(1, by_hand, LAP_SLOW) is None
 
@@ -412,7 +412,7 @@ def test_another_plan_is_worth_a_look_once_much_was_learnt_for_sure(tmp_path):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
+async def test_the_value_of_a_plan_includes_later_corrections(tmp_path):
     profiles = {each.device: each for each in PROFILES}
 
     async def own() -> DeviceProfile:

@@ -17,7 +17,7 @@ times = st.floats(1e-6, 10)
 
 
 @given(st.lists(times, min_size=1, max_size=200))
-def test_at_most_one_message_of_twenty_is_later_than_said(found):
+def test_at_most_one_message_of_twenty_is_later_than_the_stated_time(found):
     late_s = 2 * late_one_way_s(found)
     ordered = sorted(found)
     middle = (ordered[(len(found) - 1) // 2] + ordered[len(found) // 2]) / 2
@@ -27,7 +27,7 @@ def test_at_most_one_message_of_twenty_is_later_than_said(found):
     assert sum(time >= limit * (1 - 1e-9) for time in found) >= math.floor(len(found) / 20)
 
 
-def test_both_ways_have_half_of_the_lateness_each():
+def test_each_direction_has_half_of_the_lateness():
     assert late_one_way_s([0.002] * 94 + [0.012] * 6) == pytest.approx(0.005)
     assert late_one_way_s([0.002] * 96 + [0.012] * 4) == 0
 
@@ -40,7 +40,7 @@ def test_larger_messages_take_as_long_at_least_and_none_less_than_an_empty_one(r
     assert all(message.beyond_s >= max(0, measured[message.size_bytes] - round_trip_s) for message in found)
 
 
-def test_of_a_message_there_and_an_empty_one_back_the_rest_is_the_messages():
+def test_the_time_beyond_an_empty_round_trip_is_that_of_the_message():
     first, second = beyond_empty(0.004, {8192: 0.005, 32768: 0.007})
     assert (first.beyond_s, second.beyond_s) == pytest.approx((0.001, 0.003))
 

@@ -35,7 +35,7 @@ def test_layers_that_are_lacked_come_over_the_link_and_are_not_read_from_the_dis
     assert times.left_s(22.0) == START_S
 
 
-def test_devices_share_the_way_out_of_the_head():
+def test_devices_share_the_uplink_of_the_head():
     times = LoadTimes({"nas": load(2), "pi": load(2), "tv": load(2, link=0.05)}, 0.0)
     for device in ("nas", "pi"):
         times.arrived(device, 0, 2 * GB, 0.0)
@@ -44,7 +44,7 @@ def test_devices_share_the_way_out_of_the_head():
     assert times.left_s(0.0) == 60 + START_S
 
 
-def test_after_a_while_what_came_says_how_fast_the_rest_comes():
+def test_after_a_while_the_measured_rate_gives_the_remaining_time():
     times = LoadTimes({"nas": load(2, link=None)}, 0.0)
     assert times.left_s(0.0) == 2 + START_S
     times.arrived("nas", GB // 2, 2 * GB, 1.0)  # already here from an aborted load

@@ -153,7 +153,7 @@ def test_the_least_recently_used_model_goes_first_and_one_that_is_used_last():
     assert house.granted == {1: "small", 3: "large"}
 
 
-def test_a_model_that_is_used_is_waited_for_and_later_requests_for_it_wait_behind():
+def test_a_model_in_use_is_waited_for_and_later_requests_for_it_queue():
     house = House.of()
     house.ask(1, "large")
     house.rest()
@@ -195,7 +195,7 @@ def test_two_requests_for_two_models_that_do_not_fit_together_are_both_served():
     assert house.granted == {2: "medium"}
 
 
-def test_a_pinned_model_stays_and_what_does_not_fit_beside_it_is_refused():
+def test_a_pinned_model_stays_and_a_model_that_does_not_fit_next_to_it_is_refused():
     house = House.of("medium")
     house.ask(NOBODY, "medium")
     house.rest()
@@ -217,7 +217,7 @@ def test_after_a_failure_a_request_tries_again():
     assert house.refused.keys() == {1, 2}
 
 
-def test_a_model_goes_when_nobody_used_it_for_as_long_as_the_last_request_said():
+def test_a_model_is_unloaded_when_it_was_idle_for_the_time_of_the_last_request():
     house = House.of(keep_s=300.0)
     house.ask(1, "small")
     house.rest()
@@ -242,7 +242,7 @@ def test_a_model_goes_when_nobody_used_it_for_as_long_as_the_last_request_said()
     assert wake_at(house.state, house.now) is None
 
 
-def test_a_load_without_waiters_goes_on_unless_another_model_is_waited_for():
+def test_a_load_without_waiters_continues_unless_another_model_is_waited_for():
     house = House.of()
     house.ask(1, "large")
     house.leave(1)
@@ -258,7 +258,7 @@ def test_a_load_without_waiters_goes_on_unless_another_model_is_waited_for():
     assert house.phase("large") is ModelState.UNLOADED
 
 
-def test_who_leaves_the_queue_gives_back_what_was_claimed_for_it():
+def test_a_request_that_leaves_the_queue_releases_its_claim():
     house = House.of()
     house.ask(1, "large")
     house.rest()
@@ -269,7 +269,7 @@ def test_who_leaves_the_queue_gives_back_what_was_claimed_for_it():
     assert house.granted == {1: "large", 3: "large"}
 
 
-def test_an_owner_who_unloads_waits_for_requests_and_later_ones_load_again():
+def test_an_unload_waits_for_requests_and_later_ones_load_again():
     house = House.of()
     house.ask(1, "small")
     house.rest()
@@ -282,7 +282,7 @@ def test_an_owner_who_unloads_waits_for_requests_and_later_ones_load_again():
     assert house.granted == {2: "small"}
 
 
-def test_an_owner_who_unloads_what_is_loading_stops_it_if_nobody_waits():
+def test_an_unload_stops_a_loading_model_if_nobody_waits():
     house = House.of()
     house.ask(NOBODY, "small")
     house.post(UnloadAsked("small"))
@@ -291,7 +291,7 @@ def test_an_owner_who_unloads_what_is_loading_stops_it_if_nobody_waits():
     assert not house.state.queue
 
 
-def test_of_a_model_that_waits_for_room_until_nobody_wants_it_nothing_stays():
+def test_nothing_stays_of_a_model_that_nobody_wants_before_it_has_room():
     house = House.of()
     house.ask(1, "medium")
     house.rest()

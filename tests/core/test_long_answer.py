@@ -33,7 +33,7 @@ async def test_lists_are_where_they_belong(lists, text):
     assert b"".join(await sent(lists, text)) == msgspec.json.encode([{"list": each, "text": text} for each in lists])
 
 
-async def test_what_is_long_goes_out_in_pieces():
+async def test_a_long_response_is_sent_in_pieces():
     item = "x" * 1000
     pieces = await sent([[item] * 500], "")
     assert max(map(len, pieces)) <= PIECE_BYTES + len(item) + 3

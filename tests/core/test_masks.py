@@ -103,7 +103,7 @@ def test_which_tokens_may_come_is_looked_up_only_where_the_likeliest_may_not():
 
 
 @pytest.mark.parametrize("cut", range(4))
-def test_whoever_takes_an_answer_over_is_where_it_was(words, cut):
+def test_a_mask_that_takes_over_a_completion_is_in_the_same_state(words, cut):
     grammar, answer = 'start: ("ab" | "ac") "d"?', b"abd"
     mask = GrammarMask(words, grammar, answer[:cut])
     assert text_of(mask.allowed()) == ["a", "bc", "d$", "$"][cut]
@@ -111,7 +111,7 @@ def test_whoever_takes_an_answer_over_is_where_it_was(words, cut):
 
 
 @pytest.mark.parametrize(("grammar", "sampled"), [("start: )", b""), ('start: "ab"', b"x")])
-def test_what_cannot_be_followed_is_an_error_of_its_answer(words, grammar, sampled):
+def test_a_grammar_that_cannot_be_followed_is_an_error_of_its_request(words, grammar, sampled):
     mask = GrammarMask(words, grammar, sampled)
     with pytest.raises(GrammarError, match="grammar") as caught:
         mask.allowed()
@@ -133,7 +133,7 @@ def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_into_an_answer():
     mask.release()
 
 
-def test_what_a_grammar_leaves_no_choice_about_becomes_tokens_some_at_a_time():
+def test_text_that_a_grammar_forces_is_tokenised_in_parts():
     sizes: list[int] = []
 
     class ShortTexts(ByteTokens):
@@ -179,7 +179,7 @@ def test_a_grammar_that_is_much_work_ends_its_answer(words):
     mask.release()
 
 
-def test_whoever_takes_an_answer_over_may_work_for_all_of_its_tokens(words):
+def test_a_mask_that_takes_over_a_completion_has_the_work_budget_of_all_its_tokens(words):
     clock = Clock()
     clock.tick_s = WORK_AT_ONCE_S
     mask = GrammarMask(words, "start: /a*/", b"a" * 100, clock)
@@ -202,7 +202,7 @@ class LongTokens(ByteTokens):
 
 
 @pytest.mark.parametrize("rule", ['e: e e | "a"', 'e: e e e | e e | "a" | "aa"', 'e: "a" e "a" | "a" e | e "a" | "a"'])
-def test_a_mask_that_can_read_a_token_in_ever_more_ways_ends_its_answer(rule):
+def test_a_grammar_that_parses_a_token_ambiguously_without_bound_ends_its_request(rule):
     """Each mask has a bound, so no other request waits longer for it."""
     mask = GrammarMask(Words(LongTokens), f"start: e\n{rule}", [], lambda: 0.0)
     with pytest.raises(GrammarError, match="Too many items"):
@@ -227,7 +227,7 @@ def test_without_bounds_every_token_may_come(words):
     assert allowed(words, None).next() is None
 
 
-def test_an_answer_does_not_end_before_its_least_length(words):
+def test_a_completion_does_not_end_before_its_minimum_length(words):
     bounds = allowed(words, None, min_tokens=2)
     for _ in range(2):
         assert set(range(SIZE)) - set(bounds.next().ids.tolist()) == ENDS

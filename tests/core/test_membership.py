@@ -113,7 +113,7 @@ def test_a_head_that_works_alone_waits_for_nobody():
     assert form(shell) == [m.Serve(1, None)]
 
 
-def test_the_first_ring_is_of_those_who_came_while_the_head_looked():
+def test_the_first_ring_has_the_devices_that_came_while_the_head_looked():
     shell = head()
     welcome(shell, "ada", "bo")
     assert live(shell, LOOK_S - 0.1, "ada", "bo") == []
@@ -191,7 +191,7 @@ def test_a_wanted_device_that_is_silent_for_a_moment_is_not_given_up():
     assert shell.candidates == {"ada", "bo"}
 
 
-def test_an_attempt_at_the_first_ring_that_breaks_by_nobodys_fault_is_the_end():
+def test_an_attempt_at_the_first_ring_that_breaks_without_a_device_at_fault_is_the_end():
     shell = head(solo=True)
     solve(shell)
     assert broken(shell) == [m.Abandon(1), m.GiveUp("it broke")]
@@ -213,7 +213,7 @@ def test_an_attempt_at_the_first_ring_that_is_to_load_once_more_is_made_again():
     raise AssertionError("it is tried without end")
 
 
-def test_the_first_ring_is_formed_again_without_the_device_to_blame():
+def test_the_first_ring_is_formed_again_without_the_device_at_fault():
     shell = head(wanted=2)
     welcome(shell, "ada", "bo")
     solve(shell)
@@ -377,7 +377,7 @@ def test_the_shadow_serves_the_moment_the_device_is_gone():
     assert shell.state.holding_s is None
 
 
-def test_a_shadow_that_is_not_ready_when_the_device_is_gone_is_gone_on_with():
+def test_a_shadow_that_is_not_ready_when_the_device_is_gone_is_continued():
     shell = serving("ada", "bo")
     live(shell, 2.0, "ada")
     solve(shell)
@@ -386,7 +386,7 @@ def test_a_shadow_that_is_not_ready_when_the_device_is_gone_is_gone_on_with():
     assert form(shell) == [m.Serve(2, None)]
 
 
-def test_a_ring_on_its_way_after_a_loss_is_not_forgotten_because_another_device_speaks_again():
+def test_a_ring_being_formed_after_a_loss_is_kept_when_another_device_speaks_again():
     shell = serving("ada", "bo", "cy")
     live(shell, 2.0, "ada", "cy")
     solve(shell, "ada")
@@ -396,7 +396,7 @@ def test_a_ring_on_its_way_after_a_loss_is_not_forgotten_because_another_device_
     assert form(shell) == [m.Serve(2, None)]
 
 
-def test_a_shadow_that_holds_the_last_suspect_is_made_anew():
+def test_a_shadow_that_holds_the_last_suspect_is_replaced():
     shell = serving("ada", "bo", "cy")
     live(shell, 1.6, "ada", "cy")
     solve(shell)
@@ -412,7 +412,7 @@ def test_a_lost_device_is_done_without_at_once():
     assert solve(shell) + form(shell) == [m.Form(2), m.Serve(2, None)]
 
 
-def test_a_device_without_a_part_is_lost_without_a_stir():
+def test_the_loss_of_a_device_without_a_part_changes_no_ring():
     shell = serving("ada")
     welcome(shell, "bo")
     solve(shell, "ada", value=1.0)
@@ -447,18 +447,18 @@ def test_a_head_left_alone_serves_alone():
 # ---- rings that break -----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_ring_is_formed_again_without_the_device_to_blame():
+def test_a_broken_ring_is_formed_again_without_the_device_at_fault():
     shell = serving("ada", "bo")
     assert broken(shell, "bo") == [m.Close(1, "it broke"), m.Solve(2, frozenset({"ada"}))]
 
 
 @pytest.mark.parametrize("device", [None, "head", "nobody"])
-def test_a_broken_ring_is_formed_again_of_all_when_no_worker_is_to_blame(device):
+def test_a_broken_ring_is_formed_again_of_all_when_no_worker_is_at_fault(device):
     shell = serving("ada", "bo")
     assert broken(shell, device) == [m.Close(1, "it broke"), m.Solve(2, frozenset({"ada", "bo"}))]
 
 
-def test_an_attempt_that_needs_the_device_to_blame_is_not_gone_on_with():
+def test_an_attempt_that_needs_the_device_at_fault_is_abandoned():
     shell = serving("ada", "bo", "cy")
     live(shell, 2.0, "ada", "bo")
     solve(shell)
@@ -466,7 +466,7 @@ def test_an_attempt_that_needs_the_device_to_blame_is_not_gone_on_with():
     assert effects == [m.Abandon(2), m.Close(1, "it broke"), m.Solve(3, frozenset({"ada"}))]
 
 
-def test_an_attempt_that_breaks_is_made_again_at_once_without_the_device_to_blame():
+def test_an_attempt_that_breaks_is_repeated_at_once_without_the_device_at_fault():
     shell = serving("ada", "bo", "cy")
     shell.notify(m.Lost("cy", "unplugged"))
     solve(shell)
@@ -474,7 +474,7 @@ def test_an_attempt_that_breaks_is_made_again_at_once_without_the_device_to_blam
 
 
 @pytest.mark.parametrize("device", [None, "head", "cy"])
-def test_an_attempt_that_breaks_by_nobodys_fault_is_made_again_after_a_pause_that_doubles(device):
+def test_an_attempt_that_breaks_without_a_device_at_fault_is_repeated_after_a_doubling_pause(device):
     shell = serving("ada", "cy")
     shell.notify(m.Lost("cy", "unplugged"))
     for pause_s in (2.0, 4.0, 8.0):
@@ -519,7 +519,7 @@ def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_tha
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
-def test_who_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
+def test_a_device_that_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
     shell = serving("ada", "bo")
     broken(shell, "ada")
     assert shell.state.devices["ada"].reason == "", "it is back in a moment"
@@ -538,7 +538,7 @@ def test_who_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
     assert shell.state.devices["bo"].reason == ""
 
 
-def test_a_lasting_bar_is_short_once_the_device_comes_anew():
+def test_a_lasting_bar_becomes_short_once_the_device_reconnects():
     shell = serving("ada", "bo")
     shell.notify(m.RingFailed(1, "bo", "disk full", lasting=True))
     shell.notify(m.Lost("bo", "its primad ended"))
@@ -546,7 +546,7 @@ def test_a_lasting_bar_is_short_once_the_device_comes_anew():
     assert shell.state.devices["bo"].barred_until_s == shell.now + BAR_S
 
 
-def test_another_bar_lasts_whoever_comes_anew():
+def test_any_other_bar_outlasts_a_reconnect():
     shell = serving("ada", "bo")
     for epoch in (1, 2):
         shell.notify(m.RingFailed(epoch, "bo", "it broke"))
@@ -607,7 +607,7 @@ def test_answers_that_break_ring_after_ring_end():
     assert not any(isinstance(effect, m.Fail) for effect in broken(shell))
 
 
-def test_breaks_with_a_device_to_blame_do_not_count_as_ring_after_ring():
+def test_breaks_with_a_device_at_fault_do_not_count_as_ring_after_ring():
     names = ["ada", "bo", "cy", "dee", "eve", "fay"]
     shell = serving(*names)
     live(shell, SETTLE_S, *names)
@@ -773,7 +773,7 @@ def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
 
 
 @pytest.mark.parametrize("name", ["ada", "head"])
-def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_ring(name):
+def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_while_the_ring_serves(name):
     """The new plan serves though it gains nothing. No step or sequence is lost: the first ring serves until then."""
     shell = serving("ada", "bo")
     assert acts(shell.notify(m.DeviceMemoryLow(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
@@ -785,13 +785,13 @@ def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_
 
 
 @pytest.mark.parametrize("name", ["cy", "nobody"])
-def test_a_device_without_a_part_is_not_relieved(name):
+def test_a_memory_shortage_of_a_device_without_a_part_changes_nothing(name):
     shell = serving("ada", "bo")
     assert acts(shell.notify(m.DeviceMemoryLow(name))) == []
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
-def test_without_another_plan_the_ring_goes_on_as_it_is():
+def test_without_another_plan_the_ring_continues_unchanged():
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryLow("bo"))
     assert no_plan(shell) == []
@@ -810,7 +810,7 @@ def test_other_plans_are_not_looked_for_all_the_time():
     assert live(shell, 1.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
 
 
-def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next_look():
+def test_a_limit_changed_by_the_owner_counts_at_once():
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryLow("bo"))
     no_plan(shell)
@@ -828,7 +828,7 @@ def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next
         solve(shell, value=2.0)
 
 
-def test_a_ring_settles_before_it_is_relieved():
+def test_a_ring_settles_before_a_memory_shortage_changes_it():
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryLow("bo"))
     solve(shell)
@@ -870,7 +870,7 @@ def test_a_ring_that_breaks_meanwhile_is_formed_of_the_same_plan():
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
-def test_who_leaves_is_let_go_before_others_are_relieved():
+def test_a_leaving_device_comes_before_devices_short_of_memory():
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryLow("ada"))
     shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
@@ -938,7 +938,7 @@ def test_room_of_a_device_that_is_not_there_is_no_reason():
     assert solves(live(shell, 1000.0, "bo")) == []
 
 
-def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
+def test_a_device_whose_memory_recovers_before_its_plan_is_no_longer_short():
     shell = serving("ada")
     welcome(shell, "bo")
     shell.notify(m.DeviceMemoryLow("ada"))
@@ -949,7 +949,7 @@ def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
-def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
+def test_a_plan_for_more_room_that_a_device_breaks_is_tried_again():
     shell = serving("ada", "bo")
     shell.notify(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=0.5)
@@ -1014,7 +1014,7 @@ def test_figures_of_nobody_or_of_a_head_alone_are_no_reason():
     assert live(alone, 1000.0) == []
 
 
-def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_again():
+def test_a_plan_for_corrected_figures_that_a_device_breaks_is_tried_again():
     shell = serving("ada", "bo")
     shell.notify(m.DevicesCorrected(frozenset({"ada"})))
     solve(shell, value=0.5)
@@ -1107,7 +1107,7 @@ def test_the_link_by_which_a_group_broke_is_measured_as_soon_as_another_ring_ser
     assert measures(live(shell, SETTLE_S + 1.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
 
 
-def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow():
+def test_a_device_that_is_reached_while_no_ring_serves_is_a_candidate_already():
     shell = serving("ada", "bo")
     shell.notify(m.RingFailed(1, None, "it broke"))
     assert shell.notify(REACHED) == []
@@ -1127,7 +1127,7 @@ def test_a_device_that_leaves_hands_over_first():
 
 
 @pytest.mark.parametrize("fails", [no_plan, broken])
-def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
+def test_a_device_whose_layers_nobody_can_take_may_leave_nonetheless(fails):
     shell = serving("ada", "bo")
     shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
     assert fails(shell)[-1] == m.LetGo("bo")
@@ -1135,7 +1135,7 @@ def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
     assert shell.serving == 1
 
 
-def test_handing_over_goes_on_without_the_device_it_broke_by():
+def test_handing_over_continues_without_the_device_that_broke_it():
     shell = serving("ada", "bo", "cy")
     shell.notify(m.DeviceLeaving("cy", "Ctrl-C"))
     solve(shell)
@@ -1149,7 +1149,7 @@ def test_a_device_without_a_part_may_leave_at_once():
     assert shell.notify(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
-def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
+def test_a_device_that_leaves_the_ring_being_formed_is_left_out():
     shell = head()
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
@@ -1158,7 +1158,7 @@ def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
     assert effects == [m.Abandon(1), m.LetGo("bo"), m.Solve(2, frozenset({"ada"}))]
 
 
-def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_way():
+def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_being_formed():
     shell = head()
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
@@ -1166,7 +1166,7 @@ def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_wa
     assert shell.notify(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
-def test_who_waits_to_hand_over_may_go_when_the_ring_breaks():
+def test_a_device_that_waits_to_hand_over_may_leave_when_the_ring_breaks():
     shell = serving("ada", "bo", "cy")
     shell.notify(m.DeviceLeaving("cy", "Ctrl-C"))
     effects = acts(shell.notify(m.Lost("bo", "unplugged")))
@@ -1215,7 +1215,7 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
     ],
     ids=repr,
 )
-def test_what_is_said_of_other_rings_and_devices_changes_nothing(event):
+def test_events_of_other_rings_and_devices_change_nothing(event):
     shell = serving("ada", "bo")
     shell.notify(m.Lost("bo", "unplugged"))
     solve(shell)

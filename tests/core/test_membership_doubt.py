@@ -107,7 +107,7 @@ def test_a_liar_gets_one_honest_device_left_out_at_most_and_then_itself(seed):
 
 
 @pytest.mark.parametrize("liar", EVERYBODY[::3])
-def test_who_alters_what_all_pass_on_is_found_since_it_is_in_each_such_ring(liar):
+def test_a_device_that_alters_messages_of_the_ring_is_found_since_it_is_in_each_broken_ring(liar):
     """The culprit is unknown, so each device may be excluded once, until the liar is."""
     shell = serving(*EVERYBODY)
     at_fault: list[str] = []
@@ -127,7 +127,7 @@ def test_a_device_that_fails_by_itself_takes_nobody_with_it():
         formed(shell, "ada", "bo")
 
 
-def test_who_makes_one_neighbour_after_the_other_fail_is_left_out_instead():
+def test_a_device_that_makes_its_neighbours_fail_one_by_one_is_left_out_instead():
     shell = serving(*HONEST)
     broken(shell, "ada", "ada", "cy")
     assert barred(shell) == {"ada"}
@@ -149,7 +149,7 @@ def test_a_doubt_is_forgotten_in_time():
 
 
 @pytest.mark.parametrize("has_served", [False, True])
-def test_who_has_to_load_again_time_and_again_is_left_out(has_served):
+def test_a_device_that_has_to_load_again_and_again_is_left_out(has_served):
     """The device reports no fault, so without this rule no ring would ever serve."""
     shell = serving("ada", "liar") if has_served else head(wanted=2)
     if not has_served:
@@ -231,7 +231,7 @@ def test_a_slow_device_that_gets_on_is_waited_for():
     assert m.Serve(1, None) in form(shell)
 
 
-def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
+def test_the_deadline_of_a_loading_device_is_a_moment_to_wake_at():
     shell = loading()
     live(shell, 1.0, "ada", "bo")
     due_s = shell.state.attempt.loading["ada"].since_s + LOAD_STALL_S
@@ -276,7 +276,7 @@ def members_on_their_way(shell: Shell) -> set[str]:
 
 @pytest.mark.parametrize("holds_up", [stalls, goes, leaves])
 @pytest.mark.parametrize("served", [False, True])
-def test_of_several_that_hold_up_rings_on_their_way_each_holds_up_one(holds_up, served):
+def test_each_of_several_stalling_devices_holds_up_one_ring(holds_up, served):
     """An exclusion shorter than the time that they waste would readmit them in turns, two rings later, for ever."""
     liars = ("liar", "fraud")
     shell = serving("ada", "bo", hold_s=1e6) if served else head(wanted=4, look_s=math.inf)
@@ -295,7 +295,7 @@ def test_of_several_that_hold_up_rings_on_their_way_each_holds_up_one(holds_up, 
     assert members(shell) == {"ada", "bo"}
 
 
-def test_a_device_that_held_up_a_ring_proves_itself_beside_one_that_serves():
+def test_a_device_that_held_up_a_ring_must_prove_itself_while_another_serves():
     shell = loading()
     live(shell, LOAD_STALL_S + 1, "ada", "bo")
     solve(shell)
@@ -314,7 +314,7 @@ def test_a_device_that_held_up_a_ring_proves_itself_beside_one_that_serves():
     assert "ada" in shell.candidates
 
 
-def test_who_held_up_a_ring_is_waited_for_where_there_is_no_plan_without_it():
+def test_a_device_that_held_up_a_ring_is_waited_for_if_there_is_no_plan_without_it():
     shell = loading()
     live(shell, LOAD_STALL_S + 1, "ada", "bo")
     assert solves(no_plan(shell)) == [{"ada", "bo"}]
@@ -336,7 +336,7 @@ def test_attempts_that_fail_by_one_device_after_the_other_do_not_end_the_head_wh
 
 
 @pytest.mark.parametrize("announces", [False, True])
-def test_who_is_lost_as_soon_as_it_is_welcomed_is_greeted_later_each_time(announces):
+def test_a_device_that_is_lost_as_soon_as_it_is_welcomed_is_greeted_later_each_time(announces):
     """Otherwise it would produce two log lines a second, for ever."""
     shell, lost = serving("ada"), 0
     shell.notify(m.Seen("liar", trusted=True))
@@ -352,7 +352,7 @@ def test_who_is_lost_as_soon_as_it_is_welcomed_is_greeted_later_each_time(announ
     assert 5 <= lost <= 12
 
 
-def test_who_goes_out_of_sight_and_comes_back_is_not_forgiven_for_that():
+def test_a_device_that_vanishes_and_comes_back_is_not_forgiven_for_that():
     shell = serving("ada", "bo")
     pauses_s = []
     for _ in range(4):
@@ -366,7 +366,7 @@ def test_who_goes_out_of_sight_and_comes_back_is_not_forgiven_for_that():
     assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S, 8 * BAR_S])
 
 
-def test_who_did_no_harm_for_long_is_forgotten_when_it_goes():
+def test_a_device_that_did_no_harm_for_long_is_forgotten_when_it_leaves():
     shell = serving("ada", "bo")
     broken(shell, "bo")
     formed(shell)
@@ -377,7 +377,7 @@ def test_who_did_no_harm_for_long_is_forgotten_when_it_goes():
     assert "bo" not in shell.state.devices
 
 
-def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_any_other():
+def test_a_lasting_fault_that_ends_at_each_reconnect_counts_as_any_other():
     shell = serving("ada", "bo")
     pauses_s = []
     for _ in range(3):
@@ -394,7 +394,7 @@ def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_
 # ---- who is measured ------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_time():
+def test_a_device_that_does_not_measure_its_links_is_ignored_for_longer_each_time():
     """Meanwhile the others are measured without it, as are newly arriving devices."""
     shell = serving("ada", "bo")
     shell.notify(m.Seen("liar", True))
@@ -418,7 +418,7 @@ def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_
     assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S, 8 * BAR_S])
 
 
-def test_the_first_ring_does_not_wait_for_who_does_not_measure_its_links():
+def test_the_first_ring_does_not_wait_for_a_device_that_does_not_measure_its_links():
     shell = head(wanted=2)
     for name in ("ada", "bo", "liar"):
         shell.notify(m.Seen(name, True))

@@ -81,14 +81,14 @@ def test_the_soft_limit_of_version_2_counts_too(cgroups):
     assert cgroups.memory("0::/a") == Memory(32 * MIB, 24 * MIB)
 
 
-def test_a_group_says_what_files_take_of_it(cgroups):
+def test_a_cgroup_reports_the_memory_of_its_files(cgroups):
     cgroups.v2("/a", 64 * MIB, 24 * MIB, inactive=4 * MIB)
     cgroups.proc.write_text("0::/a\n")
     usage = groups(cgroups.proc, cgroups.root)[0].usage()
     assert (usage.inactive_file_bytes, usage.active_file_bytes) == (4 * MIB, 7)
 
 
-def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups, monkeypatch):
+def test_memory_that_our_own_processes_map_in_a_cgroup_is_available(cgroups, monkeypatch):
     monkeypatch.setattr("primad.system.memory._held", lambda *_: 0)
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     (cgroups.root / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {MIB}\n")
@@ -99,7 +99,7 @@ def test_what_our_own_processes_have_mapped_of_a_group_is_available(cgroups, mon
     assert memory(cgroups.proc, cgroups.root, ours=[]).available_bytes == 3 * GIB
 
 
-def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
+def test_memory_of_our_own_processes_is_available(cgroups, monkeypatch):
     """They free it when another plan needs it, but never more than the total."""
     cgroups.v2("/a", 8 * GIB, 6 * GIB)
     cgroups.proc.write_text("0::/a\n")
@@ -110,7 +110,7 @@ def test_what_our_own_processes_take_is_available(cgroups, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere private memory is counted another way")
-def test_what_a_process_of_ours_takes_is_no_loss_to_a_plan(tmp_path):
+def test_memory_of_our_own_process_stays_available_to_plans(tmp_path):
     """A real process: plans may use its memory, as they could before it started."""
     seed(tmp_path)
     size = 256 * MIB
@@ -139,7 +139,7 @@ def test_version_1_may_name_memory_among_others(cgroups):
     assert cgroups.memory("3:cpu,memory:/x") == Memory(8 * MIB, 8 * MIB)
 
 
-def test_the_tightest_group_on_the_way_up_counts(cgroups):
+def test_the_tightest_of_the_parent_groups_counts(cgroups):
     cgroups.v2("/a", 64 * MIB, 60 * MIB)
     cgroups.v2("/a/b", 128 * MIB, 8 * MIB)
     cgroups.v2("/a/b/c", "max", 8 * MIB)
@@ -172,7 +172,7 @@ def test_a_group_over_its_limit_has_nothing_left(cgroups):
     assert cgroups.memory("0::/a") == Memory(8 * MIB, 0)
 
 
-def test_both_versions_beside_each_other(cgroups):
+def test_both_cgroup_versions_are_read_together(cgroups):
     cgroups.v1("/a", 64 * MIB, 0)
     cgroups.v2("/a", 32 * MIB, 16 * MIB)
     assert cgroups.memory("4:memory:/a", "0::/a") == Memory(32 * MIB, 16 * MIB)
@@ -210,7 +210,7 @@ def test_without_limits_a_profile_is_as_it_was():
     assert within(NO_LIMITS, PROFILE, 0) == PROFILE
 
 
-def test_a_limit_caps_what_is_free_and_leaves_what_the_machine_has():
+def test_a_limit_caps_free_memory_and_leaves_the_total():
     capped = within(limits(ram=8 * GIB, vram=6 * GIB, disk=40 * GIB), PROFILE, 15 * GIB)
     assert (capped.ram_available_bytes, capped.ram_total_bytes) == (8 * GIB, PROFILE.ram_total_bytes)
     assert capped.gpu is not None
@@ -226,7 +226,7 @@ def test_a_share_is_of_what_the_machine_has():
     assert capped.gpu.vram_available_bytes == 12 * GIB
 
 
-def test_a_limit_beyond_what_is_free_gives_nothing_more():
+def test_a_limit_beyond_free_memory_gives_nothing_more():
     assert within(limits(ram=1 << 50, vram=1 << 50, disk=1 << 50), PROFILE, 0) == PROFILE
 
 
@@ -252,7 +252,7 @@ def test_the_tightest_limits_are_still_a_believable_profile():
     check_profile(within(limits(ram=1, vram=0, disk=0), PROFILE, 1))
 
 
-def test_the_cache_is_counted_with_files_on_their_way(tmp_path):
+def test_partial_files_count_as_part_of_the_cache(tmp_path):
     assert cached_bytes(tmp_path) == 0
     partial = tmp_path / "cache" / "layers" / "partial"
     partial.mkdir(parents=True)

@@ -74,7 +74,7 @@ def test_a_device_that_never_was_short_is_left_alone():
     assert Device().run(10_000, TOTAL) == []
 
 
-def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
+def test_available_memory_counts_once_it_was_there_for_a_while():
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
     assert device.reported == 1000 * MIB
@@ -86,7 +86,7 @@ def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
     assert device.run(3600, TOTAL) == []
 
 
-def test_it_is_the_least_that_was_there_that_counts():
+def test_the_minimum_that_was_available_counts():
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
     device.run(WAIT_S / 3, 2900 * MIB)
@@ -94,7 +94,7 @@ def test_it_is_the_least_that_was_there_that_counts():
     assert device.run(WAIT_S, 2900 * MIB)[0] == 2000 * MIB
 
 
-def test_a_moment_without_room_begins_the_wait_anew():
+def test_a_moment_without_room_restarts_the_wait():
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
     for _ in range(20):
@@ -112,7 +112,7 @@ def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
 
 
 @pytest.mark.parametrize("needed", [1, 10 * MIB, 600 * MIB])
-def test_what_was_missing_must_be_there_again(needed):
+def test_memory_that_was_missing_must_be_available_again(needed):
     """If symptoms revealed the shortage, available memory may look as before; that is no sign of recovery."""
     device = Device()
     device.report_memory_low(needed)
@@ -132,7 +132,7 @@ def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
     assert not device.recovery.watches
 
 
-def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
+def test_the_next_ring_must_fit_next_to_the_serving_one_whose_end_is_no_recovery():
     device = Device(available=1000 * MIB, ours=300 * MIB)
     device.report_memory_low(100 * MIB)
     assert device.reported == 700 * MIB
@@ -142,7 +142,7 @@ def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief
     assert device.run(2 * WAIT_S, 1500 * MIB) == [1500 * MIB]
 
 
-def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_does_not():
+def test_a_shortage_soon_after_recovery_doubles_the_wait_and_a_later_one_does_not():
     device = Device()
     waits = []
     for _ in range(8):
@@ -187,7 +187,7 @@ stories = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(stories)
-def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_was_there(story):
+def test_plans_get_more_memory_only_after_the_wait_and_only_what_was_there_throughout(story):
     device = Device()
     known: list[tuple[float, int]] = []
     for seconds, available, needed in story:

@@ -371,7 +371,7 @@ def test_an_impossible_link_is_refused(changes):
     ],
     ids=["link to", "link from", "target", "introduced", "revoked", "source"],
 )
-def test_what_is_no_key_is_refused(with_key, key):
+def test_an_invalid_key_is_refused(with_key, key):
     with pytest.raises(ProtocolError) as refused:
         cluster.decode_from_head(encode(with_key(key)))
     assert_one_line(str(refused.value))
@@ -505,7 +505,7 @@ def test_the_texts_of_a_worker_are_one_printable_line(message):
     assert len(text) < 400
 
 
-def test_whose_fault_a_break_is_stays_as_it_was_said_when_the_text_is_made_printable():
+def test_the_device_at_fault_stays_the_same_when_the_text_is_made_printable():
     for printed in ({"again": True}, {"sender": True}, {}):
         broken = cluster.Broken(error="why", fault="ring", **printed)
         received = cluster.decode_from_worker(encode(the_states(a_state(broken=broken))))
@@ -632,7 +632,7 @@ def test_impossible_news_of_a_worker_are_refused(message):
     ],
     ids=["compute", "hops", "decode", "prompt"],
 )
-def test_what_a_worker_did_are_numbers_that_can_be(place, figure):
+def test_impossible_figures_of_a_worker_are_refused(place, figure):
     status = msgspec.structs.replace(STATUS, **place(figure))
     with pytest.raises(ProtocolError, match="impossible figure") as refused:
         cluster.decode_from_worker(encode(cluster.WorkerStatus(epoch=1, status=status, daemon_rss_bytes=1)))
@@ -648,7 +648,7 @@ def test_what_a_worker_did_are_numbers_that_can_be(place, figure):
     ],
     ids=["too many", "twice", "key"],
 )
-def test_participations_that_cannot_be_are_refused(states, why):
+def test_impossible_stages_are_refused(states, why):
     with pytest.raises(ProtocolError, match=why) as refused:
         cluster.decode_from_worker(encode(the_states(*states)))
     assert_one_line(str(refused.value))
@@ -668,7 +668,7 @@ def test_participations_that_cannot_be_are_refused(states, why):
         ((5, 4), (9, 1), 5),
     ],
 )
-def test_a_version_talks_to_its_neighbours_and_to_no_other_whoever_asks(ours, theirs, agreed):
+def test_a_version_talks_to_its_neighbours_and_no_other_in_both_directions(ours, theirs, agreed):
     for (protocol, oldest), other in ((ours, theirs), (theirs, ours)):
         assert Versions(primad="1", protocol=protocol, oldest=oldest).agreed(*other) == agreed
 

@@ -49,7 +49,7 @@ LIBRARIES = st.lists(st.lists(NAMES, min_size=1, max_size=3).map(tuple), max_siz
         ("qwen3-8b" * MAX_CHARS, []),
     ],
 )
-def test_a_name_means_what_is_exactly_so_then_in_other_case_then_what_it_is_short_for(typed, places):
+def test_a_name_matches_exactly_then_in_other_case_then_as_a_short_form(typed, places):
     assert meant(typed, HERE) == places
 
 
@@ -70,7 +70,7 @@ def test_every_name_of_a_model_means_it_first_of_all(library):
 
 
 @given(LIBRARIES, NAMES)
-def test_case_changes_what_is_meant_only_among_names_that_differ_by_it(library, typed):
+def test_case_matters_only_among_names_that_differ_by_it(library, typed):
     lower, upper = set(meant(typed.lower(), library)), set(meant(typed.upper(), library))
     assert bool(lower) == bool(upper)
     if len({name.casefold() for own in library for name in own}) == sum(map(len, library)):

@@ -34,7 +34,7 @@ def test_a_ring_names_its_devices():
     assert reported(*SERVING)[1:] == [News(NewsKind.RING, "head, nas form ring 1")]
 
 
-def test_a_device_that_is_lost_is_told_of_once_and_the_next_ring_says_why():
+def test_a_lost_device_is_reported_once_and_the_next_ring_gives_the_reason():
     found = reported(*SERVING, Lost("nas", "its link broke"), Solved(2, frozenset(), 9.0), Formed(2))
     lines = [(each.kind, each.text) for each in found[2:]]
     assert (NewsKind.GONE, "nas is gone: its link broke") in lines
@@ -43,5 +43,5 @@ def test_a_device_that_is_lost_is_told_of_once_and_the_next_ring_says_why():
 
 
 @pytest.mark.parametrize("events", [(), (Seen("stranger", False),)], ids=["nothing", "stranger"])
-def test_who_is_only_in_sight_is_no_news(events):
+def test_a_device_that_is_only_in_sight_is_no_news(events):
     assert reported(*events) == []

@@ -42,7 +42,7 @@ def unknown(tmp_path):
     return read_header(path)
 
 
-def test_the_head_serves_it_alone_and_says_why(unknown):
+def test_the_head_serves_it_alone_and_reports_the_reason(unknown):
     reported = Reported()
     found = as_it_can_be(options(wait=0), CONFIG, unknown, reported)
     assert found == options(wait=0, single_device=True)

@@ -143,7 +143,7 @@ def test_serve_and_plan_have_the_same_options_for_what_a_plan_depends_on():
         )
 
 
-def test_what_nobody_says_is_the_default():
+def test_options_that_are_not_given_have_the_defaults():
     assert run_config(RunOptions(), DraftOptions()) == DEFAULT_RUN
 
 

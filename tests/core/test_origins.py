@@ -150,7 +150,7 @@ def test_another_revision_of_a_file_is_another_origin():
     assert origin_name([RemoteFile("https://mirror.test/a", 1 << 30, "ab" * 32)], places, ref) == before
 
 
-def test_what_of_an_unknown_layer_arrived_stays_and_what_was_damaged_meanwhile_is_asked_for_again(tmp_path):
+def test_arrived_chunks_of_an_unknown_layer_stay_and_damaged_ones_are_requested_again(tmp_path):
     ref, _ = named(a_layer(2 * CHUNK_BYTES + 32), ((0, 0),))
     chunks = [bytes([number + 1]) * chunk_size(ref.size_bytes, number) for number in range(3)]
     cache = LayerCache(tmp_path)
@@ -177,7 +177,7 @@ def test_what_of_an_unknown_layer_arrived_stays_and_what_was_damaged_meanwhile_i
     assert stored.read(0, ref.size_bytes) == b"".join(chunks)
 
 
-def test_what_layers_turned_out_to_be_is_known_after_a_restart_and_no_damaged_memory_is_believed(tmp_path):
+def test_digests_of_origins_are_known_after_a_restart_and_a_damaged_file_is_ignored(tmp_path):
     LayerCache(tmp_path).origins.put("a", "b")
     assert LayerCache(tmp_path).origins.get("a") == "b"
     (tmp_path / "origins.json").write_bytes(b"{")

@@ -12,7 +12,7 @@ from primad.system.processors import Others
 Times = namedtuple("Times", "user nice system idle iowait guest")
 
 
-def test_what_this_program_and_its_children_take_and_waiting_count_as_nothing(monkeypatch):
+def test_this_program_its_children_and_io_wait_do_not_count_as_others(monkeypatch):
     system, own, now_s = Times(100.0, 1.0, 10.0, 500.0, 5.0, 50.0), (4.0, 1.0, 30.0, 2.0, 0.0), 1000.0
     monkeypatch.setattr(module.sys, "platform", "linux")
     monkeypatch.setattr(module.psutil, "cpu_times", lambda: system)

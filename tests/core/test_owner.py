@@ -31,7 +31,7 @@ def follow(start: PausePolicy, *readings: tuple[float, bool | None]) -> PausePol
 # ---- the policy -----------------------------------------------------------------------------------------------------
 
 
-def test_a_device_computes_unless_somebody_says_otherwise():
+def test_a_device_computes_by_default():
     assert policy().paused is None
 
 
@@ -46,7 +46,7 @@ def test_on_battery_it_pauses_when_that_has_lasted():
     assert follow(policy(), (0, False), (SETTLED_S, False)).paused == ON_BATTERY
 
 
-def test_on_mains_it_goes_on_when_that_has_lasted():
+def test_on_mains_it_resumes_when_that_has_lasted():
     empty = follow(policy(), (0, False), (SETTLED_S, False))
     assert follow(empty, (20, True)).paused == ON_BATTERY
     assert follow(empty, (20, True), (20 + SETTLED_S, True)).paused is None
@@ -59,15 +59,15 @@ def test_a_loose_plug_changes_nothing():
     assert follow(empty, *readings).paused == ON_BATTERY
 
 
-def test_a_battery_matters_only_where_the_owner_said_so():
+def test_a_battery_matters_only_if_the_owner_configured_it():
     assert follow(policy(pause_on_battery=False), (0, False), (100, False)).paused is None
 
 
-def test_what_cannot_tell_counts_as_mains():
+def test_an_unknown_power_source_counts_as_mains():
     assert follow(policy(), (0, None), (100, None)).paused is None
 
 
-def test_resuming_by_hand_leaves_the_battery_its_say():
+def test_resuming_by_hand_does_not_override_the_battery():
     both = follow(policy(), (0, False), (SETTLED_S, False)).pause()
     assert both.paused == BY_HAND
     assert both.resume().paused == ON_BATTERY

@@ -61,7 +61,7 @@ def answered(inviter: Inviter, joiner: Joiner, now: float = 0.0, peer: str = "a"
     return proof
 
 
-def test_two_that_have_the_same_code_learn_who_the_other_is():
+def test_two_devices_with_the_same_code_learn_each_others_identity():
     inviter = Inviter(CODE, DESK, 0.0)
     assert inviter.outcome(0.0) is None
     assert run(inviter, Joiner(CODE, PI)) == (DESK, PI)
@@ -75,7 +75,7 @@ def test_a_code_is_good_once():
         run(inviter, Joiner(CODE, PI), 5.0)
 
 
-def test_wrong_codes_are_told_the_tries_left_and_burn_the_code():
+def test_wrong_codes_get_the_number_of_tries_left_and_burn_the_code():
     inviter = Inviter(CODE, DESK, 0.0)
     for number in range(MAX_TRIES - 1):
         assert f"({MAX_TRIES - 1 - number} tries are left)" in wrong_run(inviter, number)
@@ -116,7 +116,7 @@ def test_a_run_that_nobody_finishes_ends_and_then_the_code_is_burnt():
     assert inviter.receive(str(MAX_TRIES - 1), proof, late)[1] is None
 
 
-def test_one_try_a_second_whoever_tries():
+def test_one_try_a_second_counts_for_all_peers_together():
     inviter = Inviter(CODE, DESK, 0.0)
     wrong_run(inviter, 0.0, peer="a")
     found, proven = run(inviter, Joiner(CODE, PI), 0.25, peer="b")
@@ -157,7 +157,7 @@ def test_a_recorded_run_is_worth_nothing_later():
 
 
 @pytest.mark.parametrize("changed", ["who", "proof", "name only"])
-def test_what_the_joiner_says_cannot_be_changed_on_the_way(changed: str):
+def test_messages_of_the_joiner_cannot_be_changed_in_transit(changed: str):
     inviter = Inviter(CODE, DESK, 0.0)
     prove = msgspec.msgpack.decode(answered(inviter, Joiner(CODE, PI)), type=Prove)
     mallory = msgspec.structs.replace(PI, key=new_identity().public)
@@ -171,7 +171,7 @@ def test_what_the_joiner_says_cannot_be_changed_on_the_way(changed: str):
     assert inviter.receive("a", msgspec.msgpack.encode(prove), 0.0)[1] is None
 
 
-def test_what_the_inviter_says_cannot_be_changed_on_the_way():
+def test_messages_of_the_inviter_cannot_be_changed_in_transit():
     inviter, joiner = Inviter(CODE, DESK, 0.0), Joiner(CODE, PI)
     reply, _ = inviter.receive("a", answered(inviter, joiner), 0.0)
     accept = msgspec.msgpack.decode(reply, type=Accept)
@@ -189,7 +189,7 @@ def test_an_inviter_that_does_not_know_the_code_is_not_trusted():
         joiner.receive(msgspec.msgpack.encode(Accept(msgspec.msgpack.encode(DESK), bytes(32))))
 
 
-def test_a_joiner_whose_own_words_come_back_trusts_nobody():
+def test_a_joiner_that_gets_its_own_messages_back_trusts_nobody():
     joiner = Joiner(CODE, PI)
     start = msgspec.msgpack.decode(joiner.start(), type=Start)
     with pytest.raises(ProtocolError, match="invalid element"):
@@ -200,7 +200,7 @@ def test_a_joiner_whose_own_words_come_back_trusts_nobody():
         joiner.receive(msgspec.msgpack.encode(Accept(prove.who, prove.proof)))
 
 
-def test_other_versions_are_told_both_and_cost_no_try():
+def test_another_version_gets_both_versions_and_costs_no_try():
     inviter = Inviter(CODE, DESK, 0.0)
     start = msgspec.msgpack.decode(Joiner(CODE, PI).start())
     for _ in range(MAX_TRIES + 1):
@@ -210,7 +210,7 @@ def test_other_versions_are_told_both_and_cost_no_try():
     assert run(inviter, Joiner(CODE, PI)) == (DESK, PI)
 
 
-def test_another_cluster_is_named_to_who_knows_the_code():
+def test_another_cluster_is_named_to_a_joiner_that_knows_the_code():
     inviter = Inviter(CODE, DESK, 0.0)
     with pytest.raises(ClusterError, match="of cluster home, this one of garage; use --cluster home"):
         run(inviter, Joiner(CODE, msgspec.structs.replace(PI, cluster="garage")))
@@ -222,7 +222,7 @@ def test_a_device_does_not_pair_with_itself():
         run(Inviter(CODE, DESK, 0.0), Joiner(CODE, DESK))
 
 
-def test_who_names_things_that_cannot_be_is_refused_though_it_knows_the_code():
+def test_a_joiner_with_an_invalid_identity_is_refused_though_it_knows_the_code():
     for who in (
         msgspec.structs.replace(PI, device="\x1b[2J"),
         msgspec.structs.replace(PI, key="short"),
@@ -300,7 +300,7 @@ def test_there_are_256_words_that_nobody_takes_for_each_other():
     assert not set(WORDS) & {word[:at] + word[at + 1 :] for word in WORDS for at in range(len(word))}
 
 
-def test_codes_are_drawn_from_all_there_are():
+def test_codes_are_drawn_from_all_possible_ones():
     codes = [new_code() for _ in range(3000)]
     assert {code.number for code in codes} == set(range(1, 100))
     assert {code.first for code in codes} | {code.second for code in codes} == set(WORDS)
@@ -326,7 +326,7 @@ def test_codes_are_read_as_people_type_them(text: str):
         "7-lamp-\x1b": "not a code",
     }.items(),
 )
-def test_what_is_no_code_is_said_before_a_try_is_spent(text: str, error: str):
+def test_an_invalid_code_is_refused_before_a_try_is_spent(text: str, error: str):
     with pytest.raises(ConfigError, match=error) as refusal:
         parse_code(text)
     assert str(refusal.value).isprintable()

@@ -57,7 +57,7 @@ def test_an_open_code_is_where_to_bring_it():
     assert peer.pairing == (7, 49152)
 
 
-def test_a_head_says_where_its_http_server_listens_and_which_announcement_is_newer():
+def test_a_head_announces_its_http_address_and_the_revision_of_the_announcement():
     peer = announced(role="head", port=8080, http="127.0.0.1", rev="1700000000000", addresses=("10.0.0.2", "fd00::2"))
     assert peer is not None
     assert peer.is_hidden
@@ -71,7 +71,7 @@ def test_a_head_says_where_its_http_server_listens_and_which_announcement_is_new
     assert everywhere.listens_at == ("10.0.0.2:7770", "[fd00::2]:7770")
 
 
-def test_a_worker_says_where_it_relays_requests():
+def test_a_worker_announces_where_it_relays_requests():
     for api, places in (
         ("127.0.0.1:8080", ("127.0.0.1:8080",)),
         ("0.0.0.0:81", ("10.0.0.2:81",)),

@@ -63,7 +63,7 @@ def canvas(width, height):
         jpeg(30, 20, before=SEGMENT + b"\0\xff\xff" + SEGMENT[1:]),
     ],
 )
-def test_each_known_format_says_its_size(data):
+def test_the_header_of_each_known_format_gives_its_size(data):
     assert check_picture(data) == Size(30, 20)
 
 
@@ -113,6 +113,6 @@ def test_a_file_that_ends_within_its_header_is_refused(data):
         (bytes(MAX_BYTES + 1), "20 MB"),
     ],
 )
-def test_what_the_decoder_would_not_take_or_give_to_others_is_refused(data, why):
+def test_a_picture_that_the_decoder_would_refuse_or_hand_to_other_decoders_is_refused(data, why):
     with pytest.raises(ValueError, match=why):
         check_picture(data)

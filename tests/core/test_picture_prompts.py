@@ -53,7 +53,7 @@ def test_rows_that_look_ahead_are_one_chunk_and_others_are_cut_as_text_is():
 
 
 @pytest.mark.parametrize(("ahead", "found"), [(True, 6), (False, 10)])
-def test_of_a_picture_that_another_prompt_breaks_off_only_rows_that_do_not_look_ahead_are_found_again(ahead, found):
+def test_rows_of_a_picture_that_another_prompt_breaks_off_are_reused_only_if_they_do_not_look_ahead(ahead, found):
     """Two images whose first rows have the same ids are identical up to there."""
     rows = ids("a", 8, ahead=ahead)
     prompt, before = [*TEXT, *rows, 7, 8], [*TEXT, *rows[:5], 9, 9, 9, 9]
@@ -130,7 +130,7 @@ GRID = PictureRows(3, 6, bytes(6 * 4), "grid", 2)
 """Three rows of two columns."""
 
 
-def test_a_grid_has_one_time_and_what_is_behind_it_comes_after_its_longer_side():
+def test_a_grid_has_one_time_and_later_rows_come_after_its_longer_side():
     found = rope_of([GRID, PictureRows(10, 4, bytes(16), "grid", 4)], range(15))
     assert [found[4 * at : 4 * at + 4] for at in range(15)] == [
         *([at] * 3 + [0] for at in range(3)),
@@ -148,7 +148,7 @@ def test_rows_in_a_line_are_turned_by_their_own_time_in_all_parts():
     assert rope_of(line, [0]) == rope_of(line, [3, 4]) == [], "as tokens are"
 
 
-def test_rows_beside_those_behind_a_grid_are_turned_by_their_positions():
+def test_rows_batched_with_those_after_a_grid_are_rotated_by_their_positions():
     under_test = scheduler(sequences=2, batching=Batching(rows=2))
     prompts = {1: [1, 2, 3, *ids("a", 6, ahead=False), 4], 2: [7, 8]}
     for request, prompt in prompts.items():

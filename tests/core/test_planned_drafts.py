@@ -58,7 +58,7 @@ def test_rows_ahead_give_what_they_do_where_windows_take_equally_long():
     assert tokens_ahead(plan, question, 2, 0.7) * token_s == pytest.approx(2 / 1.3, rel=0.05)
 
 
-def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
+def test_the_longer_the_links_the_more_rows_are_in_flight():
     near, far = (
         drafting(TWO, asked(device("a"), device("b"), round_trip_s=round_trip_s)) for round_trip_s in (1e-4, 0.4)
     )
@@ -102,12 +102,12 @@ def test_blocks_give_more_than_rows_by_themselves_as_far_as_those_are_cheap():
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
-def test_where_a_lap_has_no_room_nothing_is_drafted(mode):
+def test_a_ring_pass_without_room_has_no_drafts(mode):
     assert drafting(ALONE, asked(device("a")), mode) is None
     assert drafting(TWO, asked(device("a", host="one"), device("b", host="one")), mode) is None
 
 
-def test_who_asks_for_lookup_has_a_row_on_each_device_whatever_it_gains():
+def test_lookup_on_request_has_a_row_on_each_device_whatever_it_gains():
     found = drafting(TWO, asked(device("a", host="one"), device("b", host="one")), "lookup")
     assert found is not None
     assert found.room == 2

@@ -122,7 +122,7 @@ async def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house
     assert attention_line(one) == f"output equals llama.cpp's with --flash-attn {'on' if one.flash else 'off'}"
 
 
-async def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):
+async def test_a_model_that_is_not_known_to_be_exact_serves_one_request_at_a_time(house, monkeypatch):
     at_home = house(ram=64 * GB)
 
     monkeypatch.setattr(planner_module, "why_whole", lambda header: "its layers mix in values of the first one")
@@ -131,13 +131,13 @@ async def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time
     assert forecast.why_sequences == "more are not known to be exact with such a model; --sequences sets it"
 
 
-async def test_who_says_how_many_gets_them_and_no_reason(house):
+async def test_a_requested_number_is_used_without_a_reason(house):
     forecast, _ = await house(ram=64 * GB, sequences=7).plan()
     assert (forecast.sequences, forecast.why_sequences) == (7, "")
 
 
 @pytest.mark.parametrize(("asked", "planned"), [(None, 1), (3, 3)])
-async def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, planned):
+async def test_a_plan_by_hand_is_for_one_request_unless_set_otherwise(house, asked, planned):
     forecast, _ = await house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
     assert forecast.sequences == planned
 
@@ -182,7 +182,7 @@ async def test_processes_that_share_cores_compute_one_chunk_at_a_time(house, hos
 
 
 @pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])
-async def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
+async def test_without_a_device_as_many_requests_continue_as_still_fit(house, ram, left):
     at_home = house(ram=ram * GB, lap=64 * GB, use_all=True)
     both, _ = await at_home.plan(LAP)
     assert (both.sequences, both.plan.devices) == (4, ("desk", "lap"))
@@ -192,7 +192,7 @@ async def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
     assert again.sequences == 4
 
 
-async def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
+async def test_a_serving_plan_is_valued_for_its_number_of_requests(house):
     at_home = house(ram=64 * GB, objective="throughput")
     forecast, value = await at_home.plan()
     assert forecast.sequences == 4
@@ -203,7 +203,7 @@ async def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(hou
     ("wishes", "prefill_offload"),
     [({}, ("desk",)), ({"batching": "exact"}, ()), ({"batching": "fast"}, ("desk",)), ({"extra_buffers": "on"}, ())],
 )
-async def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, prefill_offload):
+async def test_no_prefill_is_offloaded_if_exact_bits_or_extra_buffers_are_requested(house, wishes, prefill_offload):
     forecast, _ = await house(ram=12 * GB, vram=GB, **wishes).plan()
     assert forecast.plan.prefill_offload == prefill_offload
     assert not forecast.prediction.short
@@ -225,7 +225,7 @@ async def test_running_answers_keep_their_attention_whether_the_next_plan_stream
     assert not kept.prediction.short
 
 
-async def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
+async def test_a_precomputed_plan_and_a_plan_by_hand_keep_the_attention(house):
     at_home = house(ram=5 * GB, lap=64 * GB, use_all=True)
     both, _ = await at_home.plan(LAP)
     assert not both.flash
@@ -249,7 +249,7 @@ async def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_c
     assert kept.context_tokens == 16384
 
 
-async def test_what_encoders_take_of_the_head_is_not_planned_with_until_their_models_go(house):
+async def test_memory_of_encoders_on_the_head_is_not_planned_with_until_their_models_go(house):
     at_home = house(ram=9 * GB)
     at_home.service.reserved_bytes = GB
     at_home.pool.reserved.update({"": GB, "other": GB})

@@ -70,7 +70,7 @@ def test_as_many_answers_are_written_at_once_as_cost_next_to_nothing_or_were_ser
     assert (found.sequences, found.why) == (sequences, why)
 
 
-def test_of_small_layers_and_large_caches_there_are_few():
+def test_small_layers_and_large_caches_give_few_sequences():
     small = model(layer_bytes=GB // 100, context_tokens=1 << 20)
     found = answers_at_once(*alone(4 * GB, small))
     assert found.sequences == 1
@@ -90,7 +90,7 @@ def test_a_context_is_for_each_of_the_answers_at_once():
     ) == (32768, 8192)
 
 
-def test_devices_of_one_machine_share_what_is_left():
+def test_devices_of_one_machine_share_the_free_memory():
     both = question(device("a", ram=8 * GB, host="box"), device("b", ram=8 * GB, host="box"))
     plan = ring(("a", 9), ("b", 10), ("a", 1))
     apart = replace(both, devices=tuple(replace(each, host=each.device) for each in both.devices))

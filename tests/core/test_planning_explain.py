@@ -87,7 +87,7 @@ def test_every_device_is_in_or_out(answer):
     assert not inside & outside
 
 
-def test_what_was_left_out_says_what_it_would_cost(answer):
+def test_a_left_out_device_has_the_cost_of_using_it(answer):
     left = next(part for part in answer.left_out if part.name == "pi")
     assert left.slower_ms is not None
     assert left.objective_ms is not None
@@ -95,7 +95,7 @@ def test_what_was_left_out_says_what_it_would_cost(answer):
     assert "would" in left.reason
 
 
-def test_a_device_that_cannot_take_part_says_which_limit():
+def test_a_device_that_cannot_take_part_is_shown_with_its_limit():
     answer = explain(question(DESK, LAPTOP, device("watch", ram=GB // 10)))
     left = next(part for part in answer.left_out if part.name == "watch")
     assert left.slower_ms is None
@@ -145,13 +145,13 @@ def test_the_bottleneck_is_one_sentence(devices, links, words):
     assert "\n" not in sentence
 
 
-def test_no_plan_says_which_limit_is_short():
+def test_the_error_without_a_plan_names_the_short_limit():
     with pytest.raises(PlanError, match=r"short of [0-9,.]+ MB") as caught:
         explain(question(device("watch", ram=GB // 10)))
     assert "\n" not in str(caught.value)
 
 
-def test_a_change_shows_what_was_before():
+def test_a_change_shows_the_plan_before_it():
     answer = what_if(question(), "ram:desk=8GB")
     assert answer.what_if is not None
     assert answer.what_if.changes == ["ram:desk=8GB"]
@@ -159,7 +159,7 @@ def test_a_change_shows_what_was_before():
     assert answer.predicted.exchange_ms <= answer.what_if.before.predicted.exchange_ms * (1 + 1e-6)
 
 
-def test_a_change_that_leaves_no_plan_says_what_there_was():
+def test_a_change_that_leaves_no_plan_is_refused_with_the_plan_before_it():
     with pytest.raises(PlanError, match=r"no plan with --what-if drop=desk: .*; without, a token takes "):
         what_if(question(DESK, device("watch", ram=GB // 10)), "drop=desk")
 
@@ -204,7 +204,7 @@ def test_json_is_the_answer(answer):
     assert content["schema"] == SCHEMA
 
 
-def test_what_streams_is_counted_for_each_device_and_in_all():
+def test_streamed_bytes_are_counted_for_each_device_and_in_all():
     found = explain(question(device("desk", ram=3 * GB, disk=1e9), device("laptop", ram=2 * GB, disk=1e9)))
     assert any(part.streamed_layers for part in found.devices)
     assert found.predicted.disk_bytes_per_token == sum(part.disk_bytes_per_token for part in found.devices) > 0
@@ -228,7 +228,7 @@ def test_devices_that_share_a_disk_are_named(answer):
     assert re.search("one disk +of desk and laptop: reads of one delay the others", console.file.getvalue())
 
 
-def test_a_last_window_that_must_be_long_is_told_where_it_costs_something(answer):
+def test_a_last_window_that_must_be_long_is_reported_where_it_costs_something(answer):
     """A slow head must have half of the layers, or more than fit in its memory."""
     asked = question(device("slow", ram=4 * GB, rate=5e9), device("fast", ram=7 * GB), head="slow")
     assert explain(asked).tail is answer.tail is None
@@ -243,7 +243,7 @@ def test_a_last_window_that_must_be_long_is_told_where_it_costs_something(answer
         explain(none)
 
 
-def test_with_the_least_memory_all_layers_are_read():
+def test_with_the_minimum_memory_all_layers_are_read():
     asked = question(device("desk"))
     fewest = replace(asked.workload, chunk_rows=min(CHUNKS))
     needs = instance(asked.devices, [], asked.model, fewest, {})
@@ -263,7 +263,7 @@ def test_with_the_least_memory_all_layers_are_read():
     assert smaller.workload.kv_type == "q8_0"
 
 
-def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_model_can(answer):
+def test_an_encoder_takes_memory_of_the_head_and_the_plan_shows_what_the_model_can_read(answer):
     encoder = PlannedEncoder(sees=True, hears=False, memory_bytes=GB)
     asked = replace(question(), encoder=encoder)
     left = question(

@@ -19,7 +19,7 @@ def asked(devices=(DESK, LAPTOP), known=(), **changes):
     return ask(wishes(**changes), devices, known, model())
 
 
-def test_what_is_left_open_has_a_default():
+def test_options_that_are_left_open_have_defaults():
     question = asked()
     assert (question.head, question.run) == (None, DEFAULT_RUN)
     work = question.workload

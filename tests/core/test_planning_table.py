@@ -84,7 +84,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
         check_plot(tmp_path / "plan.png")
 
 
-def test_what_is_read_from_disk_is_shown_where_something_is():
+def test_bytes_read_from_disk_are_shown_where_layers_stream():
     slow = explain(ask(Wishes(), (device("desk", ram=2 * GB, disk=1e9),), (), model()))
     text = shown(slow)
     for words in ("ahead", "disk", "stall", "layers: ", "read per token", "by the slowest disk, of which it waits"):
@@ -119,7 +119,7 @@ def test_each_gpu_of_a_device_is_named_with_what_it_has():
     assert "CUDA" not in shown(explain(ask(Wishes(), (desk,), (), model(context_tokens=1024))), width=200)
 
 
-def test_who_is_helped_is_said():
+def test_devices_with_prefill_offload_are_shown():
     desk = device("desk", ram=12 * GB, vram=GB)
     answers = {
         offloads: explain(ask(Wishes(), (offloading(desk) if offloads else desk,), (), model()))
@@ -131,7 +131,7 @@ def test_who_is_helped_is_said():
     assert answers[True].predicted.ttft_ms < answers[False].predicted.ttft_ms
 
 
-def test_what_was_given_up_for_a_simpler_plan_is_said():
+def test_a_plan_shows_what_was_given_up_for_simplicity():
     desk, laptop = device("desk", ram=12 * GB), replace(device("laptop", ram=12 * GB, rate=21e9), wireless=True)
     found = explain(ask(wishes(sequences=1), (desk, laptop), (), model()))
     assert found.head == "desk"

@@ -55,7 +55,7 @@ def test_vram_is_that_of_all_gpus_of_a_device():
     assert [gpu.vram_available_bytes for gpu in found.gpus] == [4 * GB, 2 * GB]
 
 
-def test_less_memory_than_installed_leaves_what_is_installed():
+def test_less_memory_than_installed_leaves_the_total():
     assert of(changed("ram:desk=1GB"), "desk").ram_total_bytes == DESK.ram_total_bytes
 
 
@@ -108,7 +108,7 @@ def test_the_head_and_the_last_device_stay():
         changed("drop=desk", "drop=mac")
 
 
-def test_a_file_that_cannot_be_read_says_so():
+def test_a_file_that_cannot_be_read_is_refused_by_name():
     def read(path: Path):
         raise ConfigError(f"{path}: cannot be read")
 

@@ -58,7 +58,7 @@ def test_layers_draft_no_token_that_no_step_computes():
 
 
 @pytest.mark.parametrize("room", [2, 3, 4])
-def test_drafts_behind_one_that_was_wrong_are_counted_neither_right_nor_wrong(room):
+def test_drafts_after_a_wrong_one_count_neither_as_right_nor_as_wrong(room):
     """Each draft that is verified is accepted as often as the layers are right, however many follow it."""
     ring = ring_with(FakePredictor(0.7), RING, replace(AHEAD, room=room))
     (end,) = finished(ring, [9, 8, 7])
@@ -91,7 +91,7 @@ def test_until_a_draft_held_no_step_has_several_rows(share, rows):
 
 @pytest.mark.parametrize("keep_rows", [1, 3])
 @pytest.mark.parametrize("states", [{}, {"states": 2, "state_rows": 4}], ids=["cells", "states"])
-def test_cells_are_kept_beside_blocks_of_drafts_that_may_go_back_before_them(states, keep_rows):
+def test_cells_are_kept_though_blocks_of_drafts_may_roll_back_before_them(states, keep_rows):
     ring = ring_with(FakePredictor(0.7), RING, BLOCKS, keep_rows=keep_rows, **states)
     ring.head.submit(generate(0, [9, 8, 7], tokens=TOKENS, root="owner"))
     ring.run()
@@ -102,22 +102,20 @@ def test_cells_are_kept_beside_blocks_of_drafts_that_may_go_back_before_them(sta
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead", "blocks"])
-def test_drafts_are_drawn_as_tokens_are_so_those_of_layers_that_are_right_hold_at_any_temperature(
-    rounds, drafting, temperature
-):
+def test_drafts_are_sampled_as_tokens_are_so_right_ones_are_accepted_at_any_temperature(rounds, drafting, temperature):
     sampling = msgspec.structs.replace(GREEDY, temperature=temperature, seed=5)
     (end,) = finished(ring_with(FakePredictor(None), rounds, drafting), [9, 8, 7], sampling=sampling)
     assert end.accepted >= 0.95 * end.drafted > 0.5 * TOKENS
 
 
 @pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])
-def test_of_several_answers_the_latest_is_followed_and_none_is_another_text(rounds):
+def test_the_latest_of_several_requests_is_drafted_for_and_no_text_changes(rounds):
     ring = ring_with(FakePredictor(0.7), rounds, AT_ONCE, sequences=3)
     finished(ring, [1, 2, 3], [4, 5, 6], [7, 8, 9])
 
 
 @pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])
-def test_of_a_prompt_all_chunks_but_the_last_are_read(rounds):
+def test_all_chunks_of_a_prompt_but_the_last_are_read(rounds):
     """The layers also know the whole completion."""
     predictor = FakePredictor(1.0)
     ring = ring_with(predictor, rounds, AT_ONCE, rows=16)
@@ -127,27 +125,27 @@ def test_of_a_prompt_all_chunks_but_the_last_are_read(rounds):
     assert end.accepted >= 0.95 * end.drafted
 
 
-def test_of_a_token_that_no_other_comes_near_there_is_no_other_draft():
+def test_a_token_without_a_close_alternative_has_no_other_draft():
     logits = np.zeros(64, np.float32)
     logits[[5, 9]] = 40, 39
     assert [each.token for each in likely(logits)] == [5, 9]
     assert sum(each.sure for each in likely(logits)) == pytest.approx(1)
 
 
-def test_layers_without_room_for_the_text_begin_anew():
+def test_layers_without_room_for_the_text_start_again():
     predictor = FakePredictor(1.0, cells=24)
     (end,) = finished(ring_with(predictor, ALONE, AT_ONCE), [9, 8, 7])
     assert predictor.begun > 3
     assert end.accepted > 0.3 * TOKENS
 
 
-def test_layers_that_fail_draft_no_more_and_the_answer_goes_on():
+def test_layers_that_fail_draft_no_more_and_the_request_continues():
     predictor = FakePredictor(1.0, fails_at=9)
     finished(ring_with(predictor, RING, AT_ONCE), [9, 8, 7])
     assert predictor.calls == 9
 
 
-def test_an_answer_behind_tokens_of_an_earlier_ring_is_drafted_from_the_first_state_that_there_is():
+def test_a_request_resumed_from_an_earlier_ring_is_drafted_from_its_first_state():
     ring = ring_with(FakePredictor(1.0), RING, AT_ONCE)
     answer = ring.model.answer([9, 8, 7], TOKENS, GREEDY)
     ring.head.submit(generate(0, [9, 8, 7], sampled=answer[:30], tokens=TOKENS))

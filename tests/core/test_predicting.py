@@ -45,7 +45,7 @@ def test_it_drafts_unless_something_else_was_asked_for(header, other):
     assert not predicts(RunConfig(), header, "--draft names another model")
 
 
-def test_where_devices_may_share_layers_it_says_who_gives_way(header, other):
+def test_a_group_and_drafts_of_the_model_exclude_each_other_with_a_line(header, other):
     assert "drafts with --parallel pipeline" in drafts_line(RunConfig(parallel="tensor"), header, drafts=False)
     assert "devices share no layers" in drafts_line(RunConfig(parallel="auto"), header, drafts=True)
     lookup = RunConfig(parallel="tensor", speculate="lookup")
@@ -85,7 +85,7 @@ def test_its_layer_file_goes_to_the_tail_alone_with_the_real_embedding(header):
     assert cutter.source(tail.layers[2].digest) is not None
 
 
-def test_what_was_hashed_of_it_is_known_the_next_time_and_told_from_the_plain_output(header, tmp_path, monkeypatch):
+def test_its_digest_is_known_the_next_time_and_differs_from_that_of_the_plain_output(header, tmp_path, monkeypatch):
     digests = LayerDigests(header, tmp_path / "digests.json")
     cutters = [ModelCutter(header, digests, predicts=predicts) for predicts in (True, False)]
     expected = [cutter.spec(2, 5, 7) for cutter in cutters]

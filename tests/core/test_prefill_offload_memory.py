@@ -24,7 +24,7 @@ def all_commands(command: Any = None) -> Iterator[Any]:
         yield from all_commands(inner)
 
 
-def test_help_shows_what_its_text_says_and_no_type_behind_a_flag():
+def test_help_shows_its_text_unchanged_and_no_type_after_a_flag():
     """Text between two colons would become an emoji, and ``<bool>`` cannot be typed."""
     for command in all_commands():
         context = command.make_context("primad", ["--help"], resilient_parsing=True)
@@ -54,13 +54,13 @@ def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, m
     assert command.table <= {param.name for param in command.params}
 
 
-def test_tab_offers_what_help_does_not_show():
+def test_tab_offers_options_that_help_does_not_show():
     command = cli.app.built.commands["serve"]
     context = command.make_context("primad", [], resilient_parsing=True)
     assert "--tool-parser" in {item.value for item in command.shell_complete(context, "--tool")}
 
 
-def test_an_option_of_prune_says_what_prune_does_with_it():
+def test_an_option_of_prune_has_its_own_help():
     (prune,) = [command for command in all_commands() if command.name == "prune"]
     (folder,) = [param for param in prune.params if param.name == "kv_cache"]
     assert (folder.metavar, "Keep" in folder.help) == ("DIR", False)

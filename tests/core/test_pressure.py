@@ -167,7 +167,7 @@ def test_a_few_symptoms_are_no_pressure():
 # ---- pressure -------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_owner_takes_is_given_at_the_next_sample():
+def test_memory_that_the_owner_takes_is_released_at_the_next_sample():
     world = World()
     world.only_room(100 * MIB)
     world.run(3)
@@ -202,7 +202,7 @@ def test_a_level_is_shown_for_a_while():
         ({"swapped_in": 30.0 * MIB}, 9),
     ],
 )
-def test_where_memory_is_tight_symptoms_tell(symptoms, layers):
+def test_where_memory_is_tight_symptoms_count(symptoms, layers):
     world = World(**symptoms)
     world.only_room(LAYER // 2)
     assert world.run(1.25) == [Shrink(layers)]
@@ -238,7 +238,7 @@ def test_a_cgroup_may_suffer_where_the_machine_does_not():
     assert world.run(1.25) == [Shrink(1)]
 
 
-def test_sources_that_are_missing_say_nothing():
+def test_missing_sources_count_as_calm():
     bare = replace(QUIET, stalls=(None, None), swapped_in_bytes=None, major_faults=None)
     world = World(reading=bare, some=0.9, full=0.9, swapped_in=1e9, faults=1e6)
     world.only_room(LAYER // 2)
@@ -264,7 +264,7 @@ def test_readings_are_taken_only_so_often():
     assert count <= 1 / INTERVAL_S + 1
 
 
-def test_what_went_missing_between_readings_is_counted():
+def test_pages_evicted_between_readings_are_counted():
     watch = PressureWatch(lambda: replace(QUIET, available_bytes=GIB + MIB))
     actions = [watch.sample(i * 0.01, replace(HOLDING, evicted_bytes=LAYER // 50)) for i in range(150)]
     assert Shrink(1) in actions
@@ -367,7 +367,7 @@ def test_a_burst_asks_for_no_plan():
     assert world.run(REPLAN_AFTER_S - 1) == []
 
 
-def test_what_is_needed_is_never_nothing():
+def test_the_needed_memory_is_never_zero():
     world = World(layers=2, some=0.5)
     world.only_room(LAYER // 2)
     assert world.run(20) == [Replan(LAYER)]
@@ -469,7 +469,7 @@ def test_it_never_shrinks_when_it_is_calm(changes, streamed, room):
         )
     ),
 )
-def test_under_constant_pressure_it_shrinks_to_the_end_and_says_so(changes, streamed, pressure):
+def test_under_constant_pressure_it_shrinks_to_the_end_and_asks_for_another_plan(changes, streamed, pressure):
     world = World(streamed=streamed)
     for mood in changes:
         live(world, mood)
@@ -501,7 +501,7 @@ def test_when_it_is_calm_everything_comes_back(changes, streamed):
     assert world.watch.level == "calm"
 
 
-def test_what_this_process_gave_back_is_taken_again_at_once_but_not_soon_after_pressure():
+def test_memory_that_this_process_returned_is_taken_again_at_once_but_not_soon_after_pressure():
     holding = replace(HOLDING, growable=1, returned_bytes=LAYER)
     room = QUIET
     watch = PressureWatch(lambda: room)

@@ -54,7 +54,7 @@ def test_a_quota_of_version_1_counts(many, made):
     assert made.cpus("3:cpu,cpuacct:/docker/a", "7:memory:/docker/a") == 0.5
 
 
-def test_the_tightest_group_on_the_way_up_counts(many, made):
+def test_the_tightest_of_the_parent_groups_counts(many, made):
     made.write("user", cpu__max="200000 100000")
     made.write("user/app", cpu__max="400000 100000")
     assert made.cpus("0::/user/app") == 2

@@ -93,7 +93,7 @@ def test_other_gpus_are_judged_like_the_first(gpus, words):
         check_profile(PROFILE.with_gpus(gpus))
 
 
-def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw):
+def test_prefill_offload_and_routing_are_kept_and_an_older_file_has_neither(tmp_path, raw):
     path = tmp_path / "desk.json"
     gpu = replace(GPU, prefill_offload=(OFFLOADED,), routing=ROUTING, attention_flop_per_s=1e12)
     offloading = replace(PROFILE, cpu=replace(PROFILE.cpu, routing=ROUTING), gpu=gpu)
@@ -117,12 +117,12 @@ def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw
         (replace(OFFLOADED, type="Q4K"), r"gpu\.prefill_offload\[0\]\.type is 'Q4K'; no quantisation type"),
     ],
 )
-def test_help_that_cannot_be_is_refused(speed, reported):
+def test_an_impossible_prefill_offload_is_refused(speed, reported):
     with pytest.raises(Implausible, match=reported):
         check_profile(replace(PROFILE, gpu=replace(GPU, prefill_offload=(speed,))))
 
 
-def test_what_a_busy_machine_was_measured_to_cost_is_no_slip_of_the_unit():
+def test_the_costs_measured_on_a_busy_machine_are_no_unit_error():
     busy = replace(PROFILE, cpu=replace(CPU, step_s=0.061, layer_s=0.02), gpu=replace(GPU, step_s=0.2))
     with pytest.raises(Implausible, match=r"step_s is 0\.061"):
         check_profile(busy)
@@ -152,7 +152,7 @@ def test_a_folder_without_profiles_and_a_missing_file_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2", "\x00", "null", "7", "[]", '"text"', "[" * 100_000])
-def test_what_is_no_object_of_json_is_refused(tmp_path, content):
+def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
     assert "the file is" in refusal(tmp_path / "bad.json", content)
 
 
@@ -242,7 +242,7 @@ def test_a_slip_of_the_unit_by_1000_is_noticed(tmp_path, raw, path, factor):
 
 @pytest.mark.parametrize("factor", [1000, 1 / 100_000])
 @pytest.mark.parametrize("field", ["prefetch_bytes_per_s", "random_bytes_per_s"])
-def test_a_slip_in_a_disk_is_noticed_beside_its_other_rates(field, factor):
+def test_a_unit_error_in_a_disk_is_noticed_by_its_other_rates(field, factor):
     disk = replace(DISK, **{field: getattr(DISK, field) * factor})
     with pytest.raises(Implausible, match="disk"):
         check_profile(replace(PROFILE, disk=disk))

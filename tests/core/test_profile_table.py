@@ -20,7 +20,7 @@ def shown(profile: DeviceProfile) -> str:
     return out.getvalue()
 
 
-def test_what_a_gpu_helps_stands_beside_what_the_processor_does_alone():
+def test_the_speed_of_prefill_offload_is_shown_next_to_that_of_the_processor():
     text = shown(replace(PROFILE, gpu=replace(GPU, prefill_offload=(OFFLOADED,))))
     header, row = (next(line for line in text.splitlines() if word in line) for word in ("GPU helps", "Q4_K"))
     assert header.index("prefill") < header.index("GPU helps") < header.index("GPU decode")

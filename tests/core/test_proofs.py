@@ -19,7 +19,7 @@ CODE = Code(7, "lamp", "river")
 IDENTITY = new_identity()
 
 
-def test_a_code_is_proven_five_times_whoever_asks_and_after_every_restart(tmp_path: Path):
+def test_a_code_is_proven_five_times_at_most_across_restarts(tmp_path: Path):
     for _ in range(MAX_TRIES):
         proofs = Proofs(tmp_path, IDENTITY, CODE)
         proofs.check()
@@ -30,7 +30,7 @@ def test_a_code_is_proven_five_times_whoever_asks_and_after_every_restart(tmp_pa
     Proofs(tmp_path, IDENTITY, Code(7, "lamp", "stone")).count()
 
 
-def test_the_file_is_private_bounded_and_does_not_tell_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_file_is_private_bounded_and_does_not_contain_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proofs_module, "MAX_CODES", 3)
     for number in range(1, 6):
         Proofs(tmp_path, IDENTITY, Code(number, "lamp", "river")).count()

@@ -51,7 +51,7 @@ def test_a_name_that_no_sheet_has_is_one_clear_error(sheets: Sheets) -> None:
         named_device("Cray-1", sheets, "desk")
 
 
-def test_links_are_the_middle_of_what_is_named() -> None:
+def test_a_link_has_the_middle_of_the_named_range() -> None:
     wifi = link_speed("Wi-Fi 320-610 Mbit/s, 3-7 ms")
     assert (wifi.bytes_per_s, wifi.round_trip_s) == (pytest.approx(465e6 / 8), pytest.approx(0.005))
     assert link_speed("2.5 to 5 Gbit/s Ethernet").bytes_per_s == pytest.approx(3.75e9 / 8)
@@ -87,7 +87,7 @@ def _figure(*devices: str) -> Figure:
     )
 
 
-def test_a_ratio_is_the_plan_over_what_was_published(sheets: Sheets) -> None:
+def test_a_ratio_is_the_planned_over_the_published_figure(sheets: Sheets) -> None:
     found = row(_figure("RTX 3090 24GB"), sheets)
     assert found.is_single
     assert found.decode_planned_tok_s is not None
@@ -96,7 +96,7 @@ def test_a_ratio_is_the_plan_over_what_was_published(sheets: Sheets) -> None:
     assert found.prefill_ratio == pytest.approx(found.prefill_planned_tok_s / 4000, abs=1e-3)
 
 
-def test_two_gpus_of_a_pc_write_what_was_published_of_them() -> None:
+def test_two_gpus_of_a_pc_are_forecast_near_their_published_speed() -> None:
     """As in ``profiles/published.json``: a 70B model that neither GPU holds."""
     sheets = read_sheets()
     found = {figure.id: row(figure, sheets) for figure in read_figures(FIGURES) if figure.kind == "multi-gpu-one-box"}
@@ -116,7 +116,7 @@ def test_the_devices_that_come_with_primad_are_what_the_rule_gives(sheets: Sheet
         assert (stored.device, stored.how) == (device, how), "run tools/docs"
 
 
-def test_what_has_no_forecast_is_shown_with_the_reason(sheets: Sheets) -> None:
+def test_a_device_without_a_forecast_is_shown_with_the_reason(sheets: Sheets) -> None:
     found = row(_figure("Cray-1"), sheets)
     assert (found.decode_ratio, found.prefill_ratio) == (None, None)
     assert "Cray-1" in found.note

@@ -55,7 +55,7 @@ def test_a_name_of_ollamas_means_models_of_that_family_and_size(text: str, shape
         ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/tree/main", "hf:Qwen/Qwen3-8B-GGUF"),
     ],
 )
-def test_what_is_no_file_is_answered_with_the_name_to_type(given: str, replies: str) -> None:
+def test_a_path_that_is_no_file_is_refused_with_the_name_to_type(given: str, replies: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_path(Path(given))
     assert replies in str(caught.value)

@@ -69,7 +69,7 @@ def test_no_text_breaks_a_parser(text):
             continue
 
 
-def test_what_is_shown_is_short():
+def test_shown_quantities_are_short():
     assert [show_bytes(n) for n in (0, 999, 1e3, 12_345_678, 999.9e6, 40e9, -1.5e9)] == [
         "-",
         "999 B",

@@ -53,7 +53,7 @@ def sampled(ring: FakeRing, request: int) -> list[int]:
 
 @rings
 @given(st.data(), fresh_rings(), fresh_rings(), st.sampled_from([GREEDY, WILD]))
-def test_a_generation_goes_on_in_any_other_ring_wherever_it_was_cut(data, first, second, sampling):
+def test_a_generation_resumes_in_any_other_ring_wherever_it_was_cut(data, first, second, sampling):
     text = prompt(data.draw(st.integers(1, 90)), data.draw(st.integers(0, 3)))
     whole = first.model.answer(text, 12, sampling)
     first.head.submit(generate(1, text, tokens=12, sampling=sampling))
@@ -84,7 +84,7 @@ def test_every_window_sees_the_same_rows_in_the_same_steps(cut, sampling):
 
 @pytest.mark.parametrize("cut", [0, 3, 60, 200])
 @pytest.mark.parametrize("fewer", [1, 2])
-def test_more_generations_than_a_ring_has_sequences_go_on_one_after_another(cut, fewer):
+def test_more_generations_than_sequences_resume_one_after_another(cut, fewer):
     texts = {request: prompt(20 + request, request) for request in range(1, 5)}
     first, second = FakeRing(*SMALL, sequences=4), FakeRing(*SMALL, sequences=fewer)
     for request, text in texts.items():
@@ -149,7 +149,7 @@ def test_an_end_token_after_a_replay_ends_the_answer():
 
 @rings
 @given(st.data(), fresh_rings(), fresh_rings())
-def test_a_ring_drains_and_the_next_one_goes_on_without_a_lost_or_doubled_token(data, first, second):
+def test_a_ring_drains_and_the_next_one_resumes_without_a_lost_or_doubled_token(data, first, second):
     texts = data.draw(st.lists(st.integers(1, 60).map(prompt), min_size=1, max_size=3))
     for request, text in enumerate(texts):
         first.head.submit(generate(request, text, tokens=6, sampling=WILD))

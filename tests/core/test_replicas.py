@@ -24,7 +24,7 @@ def chosen(devices: list[Holder], rates: dict[tuple[str, str], float], **options
     return {kept.device: kept.replica for kept in replicas(devices, "desk", rates, 10.0, **options)}
 
 
-def test_the_one_with_most_room_keeps():
+def test_the_device_with_the_most_room_is_the_replica():
     devices = [device("desk", room=1), device("lap", room=5), device("nas", room=9)]
     assert chosen(devices, links("desk", "lap", "nas")) == {"lap": "nas", "nas": "lap"}
 
@@ -46,7 +46,7 @@ def test_nobody_keeps_all_where_others_have_the_same_room():
 
 
 @pytest.mark.parametrize(("rate", "replica"), [(10 * 1000 / LINK_SHARE, "desk"), (10 * 1000 / LINK_SHARE - 1, None)])
-def test_a_slow_link_carries_no_copies_and_says_so(rate, replica):
+def test_a_slow_link_carries_no_copies_and_the_reason_is_given(rate, replica):
     (kept,) = replicas([device("desk"), device("lap")], "desk", links("desk", "lap", rate=rate), 10.0)
     assert kept.replica == replica
     assert kept.bytes_per_s == (0 if replica is None else 10_000)
@@ -57,11 +57,11 @@ def test_copies_that_were_asked_for_are_made_however_slow_a_link_is():
     assert chosen([device("desk"), device("lap")], {}, always=True) == {"lap": "desk"}
 
 
-def test_a_device_alone_has_no_keeper():
+def test_a_single_device_has_no_replica():
     assert replicas([device("desk")], "desk", {}, 10.0) == []
 
 
-def test_a_token_takes_what_the_layers_of_a_device_say():
+def test_the_bytes_of_a_token_follow_from_the_layers_of_a_device():
     layers = [
         LayerProfile(bytes_by_type={}, expert_bytes_by_type={}, kv_bytes_per_token=size) for size in (100, 200, 400)
     ]
@@ -113,7 +113,7 @@ def test_a_state_is_kept_more_often_where_it_is_small(state_bytes, rate, tokens_
     ),
     st.floats(0, 1e6),
 )
-def test_every_worker_has_another_keeper_or_a_reason(found, rate):
+def test_every_worker_has_another_replica_or_a_reason(found, rate):
     devices = [device(f"d{i}", host=host, room=room, token=token) for i, (host, room, token) in enumerate(found)]
     names = [each.device for each in devices]
     reported = replicas(devices, "d0", links(*names, rate=rate), 10.0)

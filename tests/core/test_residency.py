@@ -62,7 +62,7 @@ class Loader:
 
 
 @given(residencies())
-def test_a_lap_reads_each_streamed_unit_once_and_nothing_else(residency):
+def test_a_ring_pass_reads_each_streamed_unit_once_and_nothing_else(residency):
     loader = Loader(residency)
     loader.lap()
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_a_lap_reads_each_streamed_unit_once_and_nothing_else(residency):
 
 
 @given(residencies(), st.integers(0, 100))
-def test_a_lap_reads_all_that_streams_unless_less_than_a_part_does_not_fit(residency, percent):
+def test_a_ring_pass_reads_all_streamed_units_unless_less_than_a_part_does_not_fit(residency, percent):
     maximum = residency.streamed_bytes - max(residency.part_sizes)
     residency = replace(residency, read_ahead_bytes=maximum * percent // 100)
     assert residency.read_bytes == (residency.streamed_bytes if residency.streams else 0)
@@ -142,7 +142,7 @@ def test_wherever_steps_jump_no_more_is_held_than_the_slots(residency, positions
 
 
 @given(residencies())
-def test_what_is_needed_next_is_wanted_first(residency):
+def test_the_unit_needed_next_is_requested_first(residency):
     count = len(residency.sizes)
     for position in range(count):
         wanted = residency.wanted(position)
@@ -155,7 +155,7 @@ def test_what_is_needed_next_is_wanted_first(residency):
 
 
 @given(residencies())
-def test_what_is_resident_and_what_streams_is_everything(residency):
+def test_resident_and_streamed_units_are_all_units(residency):
     assert sorted([*residency.resident, *residency.streamed]) == list(range(len(residency.sizes)))
     assert residency.resident_bytes + residency.streamed_bytes == sum(residency.sizes)
     assert residency.resident_bytes <= residency.held_bytes <= sum(residency.sizes)
@@ -236,7 +236,7 @@ def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, he
 
 
 @given(spreads(), st.integers(0, 1200))
-def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
+def test_a_spread_keeps_the_requested_bytes_resident_and_hardly_less(spread, resident):
     found = spread.keeping(resident)
     if found.resident_bytes > resident:
         assert found == spread.keeping(0), "all streams that can"
@@ -252,7 +252,7 @@ def test_a_spread_keeps_what_it_is_told_and_hardly_less(spread, resident):
     st.floats(0.001, 1),
     st.integers(0, 20),
 )
-def test_what_streams_of_real_layers_is_what_is_planned(megabytes, layers, heads, share, header):
+def test_real_layers_stream_as_many_bytes_as_planned(megabytes, layers, heads, share, header):
     """Up to about one cut, or a layer so small that it has at most one; for any share, with any output matrix."""
     cut = 2 << 20
     sizes = [megabytes * 1_000_000 * (8 if layer % 3 else 7) // 8 for layer in range(layers)]
@@ -284,7 +284,7 @@ def test_a_spread_reads_the_overflow_and_one_small_part(count, size, cut, percen
 
 
 @given(st.lists(st.integers(7, 10), min_size=3, max_size=20), st.integers(0, 300))
-def test_of_an_output_matrix_nothing_streams_while_something_of_a_layer_stays(layers, held):
+def test_no_part_of_an_output_matrix_streams_while_part_of_a_layer_stays(layers, held):
     sizes = (*layers, 100)
     found = Spread(sizes, tuple(tuple(range(size + 1)) for size in sizes), 0).within(held)
     assert not found.part_sizes[-1] or found.part_sizes[:-1] == tuple(layers)

@@ -106,7 +106,7 @@ def test_any_ring_gives_the_tokens_of_one_device(data, shape):
 
 @rings
 @given(st.data(), shapes())
-def test_any_ring_draws_what_one_device_draws(data, shape):
+def test_any_ring_samples_the_tokens_of_one_device(data, shape):
     text, seed = data.draw(prompts(shape)), data.draw(st.integers(0, 2**32 - 2))
     sampling = msgspec.structs.replace(
         SAMPLED, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=packed_biases(((3, 1.5), (9, -50.0)))
@@ -191,7 +191,7 @@ def test_a_cancel_of_an_unknown_request_changes_nothing():
 
 @rings
 @given(shapes())
-def test_a_warm_up_tells_serving_once_and_is_forgotten_everywhere(shape):
+def test_a_warm_up_reports_serving_once_and_is_forgotten_everywhere(shape):
     ring = shape.ring()
     ring.head.warm_up()
     ring.head.submit(generate(1, [5, 6]))
@@ -210,7 +210,7 @@ def test_a_warm_up_whose_token_ends_the_answer_serves_too():
 
 @rings
 @given(st.data(), shapes())
-def test_an_end_token_ends_the_answer_and_is_not_told(data, shape):
+def test_an_end_token_ends_the_completion_and_is_not_reported(data, shape):
     text = data.draw(prompts(shape))
     answer = FakeModel(1).answer(text, 8, GREEDY)
     end = data.draw(st.integers(0, 7))
@@ -270,7 +270,7 @@ def test_logprobs_of_huge_and_of_equal_logits():
     assert most_likely(flat, 0) == ()
 
 
-def test_the_seed_decides_what_is_drawn():
+def test_the_seed_decides_the_sampled_tokens():
     ring = FakeRing(*SMALL)
     answers = [
         ring.ask(generate(request, [1, 2], sampling=msgspec.structs.replace(SAMPLED, seed=seed)))[0]
@@ -299,7 +299,7 @@ def test_at_most_one_sampler_is_open():
 
 @rings
 @given(shapes(), st.integers(0, 40))
-def test_no_more_steps_are_under_way_than_the_depth_allows(shape, moves):
+def test_no_more_steps_are_in_flight_than_the_depth_allows(shape, moves):
     ring = shape.ring()
     ring.head.submit(generate(1, prompt(600 if shape.rows > 1 else 50)))
     for _ in range(moves):
@@ -324,7 +324,7 @@ def test_a_quiet_head_waits_for_nothing():
     assert FakeRing(*SMALL).head.wait_s() == math.inf
 
 
-def test_that_a_generation_waits_no_longer_is_told_while_its_first_step_is_on_its_way():
+def test_the_start_of_a_generation_is_reported_while_its_first_step_is_in_flight():
     ring = FakeRing(*SMALL)
     ring.head.submit(msgspec.structs.replace(generate(1, [1, 2]), reports_begin=True))
     assert isinstance(ring.head.turn(), Send)
@@ -332,7 +332,7 @@ def test_that_a_generation_waits_no_longer_is_told_while_its_first_step_is_on_it
     assert ring.head.turn() is None
 
 
-def test_a_step_on_its_way_is_waited_for_until_its_deadline():
+def test_a_step_in_flight_is_waited_for_until_its_deadline():
     ring = quiet_until_the_workers_answer()
     looks = []
     while (wait_s := ring.head.wait_s()) + ring.now_s < 100.0 + STEP_TIMEOUT_S:
@@ -404,7 +404,7 @@ def a_step(number: int, window: int, rows: int = 1) -> Step:
     )
 
 
-def test_a_step_that_is_not_under_way_is_refused():
+def test_a_step_that_is_not_in_flight_is_refused():
     ring = quiet_until_the_workers_answer()
     with pytest.raises(SenderError, match=r"sent step 99, which is not in flight"):
         ring.head.receive(a_step(99, 3), np.zeros((1, WIDTH), np.float32))
@@ -448,7 +448,7 @@ def test_a_step_that_is_over_is_refused():
 
 @rings
 @given(st.data(), shapes(min_devices=2))
-def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape):
+def test_a_step_that_is_lost_in_flight_never_leads_to_another_text(data, shape):
     """A broken connection loses it: a device notices the gap, or nothing more arrives and the request stays open."""
     asked = data.draw(prompts(shape))
     expected, _ = shape.ring().ask(generate(1, asked, tokens=4))
@@ -521,7 +521,7 @@ def test_a_window_that_gives_no_numbers_ends_the_ring_before_anything_is_compute
     assert all("values that are not numbers" in end.error for end in ends)
 
 
-def test_a_warm_up_lap_that_gives_no_numbers_proves_nothing():
+def test_a_warm_up_pass_that_gives_no_numbers_proves_nothing():
     ring = FakeRing([], 3)
     ring.windows[0].spoils = math.nan
     ring.head.warm_up()
@@ -550,7 +550,7 @@ def test_logits_of_minus_infinity_rule_tokens_out_and_nothing_else():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_arrives_and_is_no_number_is_the_senders(value):
+def test_values_that_arrive_as_no_numbers_are_the_senders_fault(value):
     hidden = np.zeros((2, WIDTH), np.float32)
     hidden[1, WIDTH - 1] = value
     model = FakeModel(4)
@@ -608,7 +608,7 @@ def test_operations_are_applied_before_the_rows():
     assert np.array_equal(worker.receive(again, hidden)[1], worker.receive(once_more, hidden)[1])
 
 
-def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
+def test_a_worker_computes_nothing_after_a_lost_step():
     """The KV entries of the lost step would be missing. Each window counts its own steps."""
     model = FakeModel(6)
     worker = Worker({1: model.middle(1, 2), 3: model.middle(3, 4)})
@@ -660,7 +660,7 @@ def reused(ring: FakeRing, request: int) -> int:
 
 @rings
 @given(st.data(), options())
-def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_of_each_alone(data, options):
+def test_a_common_prefix_is_computed_once_and_completions_are_unchanged(data, options):
     """Generations follow each other, and some are cancelled midway; each window ends up as without sharing."""
     ring, texts = FakeRing(*SMALL, **options), [[]]
     for request in range(1, data.draw(st.integers(2, 5))):
@@ -855,7 +855,7 @@ class Service:
 
 @settings(rings, max_examples=60)
 @given(st.data(), shapes(), st.sampled_from([GREEDY, SAMPLED]))
-def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
+def test_concurrent_generations_equal_single_ones_whatever_arrives_leaves_or_breaks(data, shape, sampling):
     """Requests arrive and are cancelled at any time, share prefixes or are identical, and rings break under them.
 
     Owners preempt each other. Kept KV blocks move along while devices that have them exist; none belongs to another
@@ -933,7 +933,7 @@ def test_the_beginning_of_a_chunk_is_found_again_in_pieces(data, multiple, seed)
         assert all(step[-1] + 1 in (len(text), (step[0] // 16 + 1) * 16) for step in rows)
 
 
-def test_what_was_begun_in_other_chunks_goes_on_in_them_and_new_prompts_have_those_of_the_ring():
+def test_a_request_begun_in_other_chunks_keeps_them_and_new_prompts_have_those_of_the_ring():
     ring, text = FakeRing(*SMALL, rows=4, step_rows=16, sequences=2), prompt(30)
     before = ring.model.answer(text, 8, GREEDY)
     tokens, _ = ring.ask(generate(1, text, sampled=before[:3], chunks=ChunkSize(rows=16, minimum=16)))

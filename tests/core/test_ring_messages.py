@@ -417,7 +417,7 @@ def test_no_command_is_an_event():
             event_decoder.decode(encode(message))
 
 
-def test_what_choices_share_goes_to_the_ring_process_once():
+def test_fields_that_choices_share_go_to_the_ring_process_once():
     prompt, bias = list(range(500)), packed_biases((token, 1.0) for token in range(10_000))
     sampling = [replace(GREEDY, logit_bias=bias, seed=seed) for seed in range(128)]
     first = replace(generate(0, [1]), prompt=prompt, reports_begin=True)

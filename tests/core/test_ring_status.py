@@ -138,7 +138,7 @@ def test_the_means_are_the_same_however_often_somebody_asks_meanwhile():
     assert len(often.marks) < 2 * WINDOW_S
 
 
-def test_what_was_before_the_last_ten_seconds_does_not_count():
+def test_figures_older_than_ten_seconds_do_not_count():
     costs = Costs()
     for second in range(30):
         read = 1000 * min(second, 15)
@@ -164,11 +164,11 @@ def test_a_process_that_was_opened_again_counts_from_nothing():
     assert means(costs.after(status(4, memory(400, 0.1)), windows=1, now_s=WINDOW_S)) == (100, 25)
 
 
-def test_a_process_that_says_nothing_of_its_memory_has_no_means():
+def test_a_process_that_does_not_report_its_memory_has_no_means():
     assert means(Costs().after(status(20, None), windows=1, now_s=0)) == (None, None)
 
 
-def test_the_memory_of_a_device_stands_beside_what_was_planned():
+def test_the_memory_of_a_device_is_shown_next_to_the_planned_one():
     printed = status(20, memory(6000, 0.5, "some"))
     found = device_status(
         PLAN, PREDICTION, KEPT["lap"], "lap", printed, Costs().after(printed, 2, 0.0), daemon_rss_bytes=77
@@ -217,7 +217,7 @@ def test_the_output_matrix_is_no_layer():
     assert (found.predicted.resident, found.predicted.streamed) == (15, 0)
 
 
-def test_what_is_not_known_is_null():
+def test_unknown_figures_are_null():
     found = device_status(PLAN, None, KEPT["desk"], "desk", None, Costs(), daemon_rss_bytes=0)
     plain = msgspec.json.decode(msgspec.json.encode(found))
     assert found.role == "head"
@@ -227,7 +227,7 @@ def test_what_is_not_known_is_null():
     assert {*plain["memory"].values(), *plain["predicted"].values()} == {None}
 
 
-def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
+def test_a_device_with_copies_of_all_its_weights_streams_and_reads_nothing():
     window = dataclasses.replace(in_memory(3, 7), layer_bytes=400, resident_bytes=400)
     streams = Streams(
         [StreamedWindow(index=1, assignment=window, units=None)], read_ahead_bytes=0, lock=False, usage=None
@@ -238,7 +238,7 @@ def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
     assert (figures.resident_bytes, figures.streamed_bytes, figures.read_bytes, figures.stall_s) == (400, 0, 0, 0)
 
 
-def test_the_body_says_whether_it_serves_and_what_the_ring_says():
+def test_the_body_has_the_serving_phase_and_the_status_of_the_ring():
     link = LinkProfile(
         source="desk", target="lap", address="10.0.0.2", round_trip_s=0.002, bytes_per_s=1e6, late_s=0.003
     )
@@ -299,7 +299,7 @@ def streams(stall_s: float = 0.0, read_bytes: int = 0) -> SimpleNamespace:
     )
 
 
-def test_a_token_costs_what_its_windows_do_one_beside_the_other():
+def test_a_token_costs_the_sum_of_its_windows():
     meter = Meter()
     meter.computed(1, 16, 9.0, streams(5.0, 1000))  # a prompt chunk
     for seconds in (0.01, 0.5, 0.02):
@@ -345,14 +345,14 @@ def test_the_time_of_a_token_is_that_between_two_of_one_answer():
     assert Meter().decode().token_s is None
 
 
-def test_what_a_token_takes_beside_others_does_not_count():
+def test_the_time_of_a_token_batched_with_others_does_not_count():
     meter = Meter()
     for now, alone in ((1.0, True), (1.5, True), (3.5, False), (9.0, True), (9.5, True)):
         meter.drew(1, now, alone=alone)
     assert meter.decode().token_s == 0.5
 
 
-def test_the_owner_is_told_who_streams():
+def test_the_plan_lines_name_the_devices_that_stream():
     units = Streaming(device="desk", streamed_bytes=1500, read_ahead_bytes=200)
     plan = dataclasses.replace(PLAN, streaming=(units,))
     assert plan_lines(plan, assignments(plan, MODEL)) == [
@@ -402,7 +402,7 @@ def test_one_layer_is_not_one_layers():
         (-0.01, "mini is left out: the ring would be no faster with it; --use-all takes it anyway"),
     ],
 )
-def test_who_is_left_out_is_told_what_it_would_cost(slowdown, line):
+def test_a_left_out_device_is_logged_with_the_cost_of_using_it(slowdown, line):
     assert left_out_line("mini", "the others are faster without it", slowdown) == line
 
 
@@ -421,7 +421,7 @@ def test_why_a_model_with_states_has_no_drafts_is_named():
     assert not line("llama", state=0)
 
 
-def test_who_asks_for_drafts_that_win_nothing_is_told_why():
+def test_requested_drafts_that_gain_nothing_are_refused_with_the_reason():
     question = asked(device("a"))
     alone = Forecast(plan=ALONE, prediction=None, assignments={}, context_tokens=64, question=question)
     assert no_drafts_line(alone, question.model, "lookup") == f"no drafts: {why_none(ALONE, question)}"
@@ -429,7 +429,7 @@ def test_who_asks_for_drafts_that_win_nothing_is_told_why():
     assert not no_drafts_line(replace(alone, drafting=Drafting(room=2)), question.model, "lookup")
 
 
-def test_what_alone_keeps_guesses_from_being_a_tree_is_named():
+def test_the_only_obstacle_to_a_draft_tree_is_named():
     def line(sequences: int, keep_rows: int | None, branches: int = 4) -> str:
         drafting = Drafting(rows=8, costs=(1.0,) * 8, branches=branches)
         forecast = Forecast(

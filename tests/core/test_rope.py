@@ -49,7 +49,7 @@ def test_options_become_llama_cpps_parameters():
     ],
     ids=["both", "zero", "nan", "infinite", "negative", "kind"],
 )
-def test_what_makes_no_sense_is_refused_by_its_flag(asked, printed):
+def test_a_nonsensical_value_is_refused_by_its_flag(asked, printed):
     with pytest.raises(ConfigError, match=printed):
         rope_of(asked)
 

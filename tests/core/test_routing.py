@@ -27,14 +27,14 @@ def test_routing_is_found_again_in_the_times_that_it_makes(processor):
     assert (found.layer_s, found.many_ratio) == (pytest.approx(3e-5), pytest.approx(2.5))
 
 
-def test_what_a_disturbed_trial_says_is_bounded():
+def test_the_routing_cost_of_a_disturbed_trial_is_bounded():
     assert routing_of(DESK.cpu, MIXED, 0.0, 0.0, 512) == RoutingCost(layer_s=0.0, many_ratio=1.0)
     layer, model = _profiles(MIXED, "Q4_K")
     known_s = layer_s(DESK.cpu, 1e12, layer, model, 1, 0.5, "f16")
     assert routing_of(DESK.cpu, MIXED, 9.0, 999.0, 512) == RoutingCost(layer_s=known_s, many_ratio=8.0)
 
 
-def test_made_up_experts_have_the_weights_that_their_shape_says():
+def test_synthetic_experts_have_the_weights_of_their_shape():
     of_experts = [matrix for name, matrix in MIXED.matrices().items() if name.endswith("_exps")]
     assert sum(a * b * count for a, b, count in of_experts) == MIXED.expert_weights
     assert {count for _, _, count in of_experts} == {MIXED.experts}

@@ -68,7 +68,7 @@ def test_a_short_prompt_is_one_step_that_wants_an_output():
     )
 
 
-def test_while_a_step_is_out_there_is_one_only_where_it_is_said_that_there_may_be():
+def test_while_a_step_is_out_another_is_given_only_if_may_have_step_is_true():
     made = with_prompt(range(10), tokens=4, sequences=2)
     out, found = [], []
     for turn in range(20):
@@ -114,7 +114,7 @@ def test_one_chunk_waits_before_the_devices_of_a_ring_while_nobody_writes(depth,
     assert made.in_flight == under_way
 
 
-def test_where_devices_share_cores_one_chunk_is_under_way_and_next_tokens_go_on_beside_it():
+def test_where_devices_share_cores_one_chunk_is_in_flight_and_decoding_continues():
     made = scheduler(depth=3, chunks=1, sequences=2)
     made.submit(generate(1, [1]))
     assert next_step(made).requests == [1]
@@ -128,7 +128,7 @@ def test_where_devices_share_cores_one_chunk_is_under_way_and_next_tokens_go_on_
     assert next_step(made).requests == [2]
 
 
-def test_while_others_write_no_more_chunks_are_under_way_than_there_are_devices():
+def test_while_others_decode_no_more_chunks_are_in_flight_than_devices():
     made = scheduler(depth=2, sequences=2)
     made.submit(generate(1, [1]))
     next_step(made)
@@ -148,7 +148,7 @@ def test_a_decode_step_waits_for_the_token_before_it():
     assert next_step(made).positions == [3]
 
 
-def test_what_was_drawn_is_told_as_it_is():
+def test_a_sampled_token_is_reported_unchanged():
     made = with_prompt([1])
     next_step(made)
     draw = SampledToken(token=5, ends=False, logprob=-0.5, top=((5, -0.5), (6, -1.5)))
@@ -185,7 +185,7 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one():
     assert isinstance(finished, Finished)
 
 
-def test_a_token_that_ends_the_answer_is_not_told():
+def test_a_token_that_ends_the_completion_is_not_reported():
     made = with_prompt([1])
     next_step(made)
     (finished,) = commit(made, 0, SampledToken(token=2, ends=True), 0)
@@ -221,7 +221,7 @@ def test_the_first_step_after_a_generation_forgets_it_once():
     assert [next_step(made).ops for _ in range(2)] == [FORGET, []]
 
 
-def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
+def test_a_cancel_forgets_the_running_generation_and_drops_its_steps_in_flight():
     made = with_prompt(range(8), depth=4)
     next_step(made)
     next_step(made)
@@ -289,7 +289,7 @@ def continued(prompt, sampled, *, tokens: int = 8, **options) -> Scheduler:
     return made
 
 
-def test_the_prompt_goes_in_the_same_chunks_and_each_drawn_token_alone():
+def test_the_prompt_goes_in_the_same_chunks_and_each_sampled_token_alone():
     made = continued(range(6), [20, 21, 22], depth=9)
     steps = [next_step(made) for _ in range(5)]
     assert [(step.tokens, step.positions) for step in steps] == [
@@ -367,7 +367,7 @@ def test_a_drain_hands_out_nothing_and_takes_everything_back():
     assert made.next_step(0) is None
 
 
-def test_a_token_that_was_under_way_at_the_drain_is_told():
+def test_a_token_in_flight_at_the_drain_is_reported():
     made = with_prompt([1, 2])
     step = next_step(made).step
     made.drain()
@@ -428,7 +428,7 @@ def test_each_owner_has_the_same_share_of_the_steps():
     assert requests(made, 9) == [1, 4, 1, 4, 1, 4, 1, 4, 1]
 
 
-def test_who_has_the_fewest_running_is_next():
+def test_the_owner_with_the_fewest_running_requests_is_next():
     made = owned("a", "a", "a", "b", "b", sequences=2, depth=99, rows=1)
     assert requests(made, 4) == [1, 4, 1, 4]
     made.cancel(Cancel(1))
@@ -477,7 +477,7 @@ def test_with_one_sequence_owners_take_turns_however_many_requests_one_has():
     assert order == [1, 4, 7, 2, 6, 3, 5]
 
 
-def test_an_owner_who_waits_gets_a_sequence_of_one_who_has_several_and_that_goes_on_later():
+def test_a_waiting_owner_gets_a_sequence_of_one_who_has_several_and_the_preempted_request_resumes_later():
     made = owned("a", "a", sequences=2, rows=64, depth=1)
     for _ in range(4):
         commit(made, next_step(made).step, sampled_of(7), 0)
@@ -508,7 +508,7 @@ def test_one_that_is_set_back_waits_for_its_step_and_has_all_tokens_once():
     assert (last.requests, last.tokens, last.positions) == ([2], [6], [40])
 
 
-def test_who_waits_again_may_be_cancelled():
+def test_a_preempted_request_may_be_cancelled():
     made = owned("a", "a", sequences=2, rows=64, depth=1)
     made.submit(msgspec.structs.replace(generate(3, [3]), owner="b"))
     for _ in range(2):
@@ -519,7 +519,7 @@ def test_who_waits_again_may_be_cancelled():
     assert made.is_idle
 
 
-def test_where_each_has_one_sequence_the_one_that_had_it_longest_is_set_back_behind_a_turn():
+def test_where_each_owner_has_one_sequence_the_longest_running_is_preempted_after_its_turn():
     made = scheduler(context=9999, rows=64, depth=1)
     for request, owner in enumerate("ab", 1):
         made.submit(msgspec.structs.replace(generate(request, [request], tokens=2 * MIN_TURN), owner=owner))
@@ -529,7 +529,7 @@ def test_where_each_has_one_sequence_the_one_that_had_it_longest_is_set_back_beh
     assert turns[2:] == [(1, again + MIN_TURN)], "it comes back with its prompt and what was drawn"
 
 
-def test_what_comes_back_draws_as_much_as_that_cost_before_it_is_set_back_again():
+def test_a_resumed_request_samples_as_many_tokens_as_its_return_cost_before_it_is_preempted_again():
     made = scheduler(context=99999, rows=64, depth=1)
     for request, owner in enumerate("ab", 1):
         made.submit(msgspec.structs.replace(generate(request, [request], tokens=9 * MIN_TURN), owner=owner))
@@ -540,7 +540,7 @@ def test_what_comes_back_draws_as_much_as_that_cost_before_it_is_set_back_again(
 
 @pytest.mark.parametrize("sequences", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [60, 6000])
-def test_a_short_answer_is_some_times_slower_beside_forty_of_another_owner_and_not_as_many_times(sequences, tokens):
+def test_a_short_request_is_slowed_a_few_times_and_not_forty_times_by_forty_of_another_owner(sequences, tokens):
     made = scheduler(context=9999, rows=64, depth=1, sequences=sequences)
     for request in range(40):
         made.submit(msgspec.structs.replace(generate(request, [request] * 20, tokens=tokens), owner="greedy"))
@@ -566,7 +566,7 @@ def test_a_sequence_that_is_free_is_another_owners_though_few_run_at_once():
     assert requests(made, 1) == [4]
 
 
-def test_of_owners_who_ask_no_more_nothing_is_kept_without_end(monkeypatch):
+def test_the_memory_for_inactive_owners_is_bounded(monkeypatch):
     monkeypatch.setattr(state, "MAX_OWNERS", 5)
     made = scheduler(rows=64)
     for request in range(20):
@@ -595,11 +595,11 @@ def prioritised(*asked: tuple[str, int], earlier: int | None = None) -> Schedule
     return made
 
 
-def test_of_what_waits_the_lowest_priority_is_next_and_of_equal_ones_the_first():
+def test_the_waiting_request_with_the_lowest_priority_is_next_and_of_equal_ones_the_first():
     assert begun(prioritised(("a", 0), ("a", 1), ("a", -1), ("a", 0), ("a", -1))) == [3, 5, 1, 4, 2]
 
 
-def test_what_an_earlier_epoch_began_goes_on_before_what_waits():
+def test_requests_begun_in_an_earlier_epoch_resume_before_waiting_ones():
     assert begun(prioritised(("a", 0), ("a", -9), ("a", 7), earlier=3)) == [3, 2, 1]
 
 
@@ -611,7 +611,7 @@ def test_no_priority_changes_whose_turn_it_is(asked):
     assert owners(*asked) == owners(*((owner, 0) for owner, _ in asked))
 
 
-def test_that_it_waits_no_longer_is_told_of_those_that_ask_for_it():
+def test_the_start_of_a_request_is_reported_if_it_asks_for_that():
     made = scheduler(sequences=2)
     for request in (1, 2, 3):
         made.submit(msgspec.structs.replace(generate(request, [1]), reports_begin=request > 1))
@@ -641,7 +641,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     assert requests(made, 6) == [2, 2, 1, 1, 1, 1]
 
 
-def test_a_prompt_that_was_begun_goes_on_before_one_as_long():
+def test_a_prompt_that_was_begun_continues_before_one_as_long():
     made = several([1] * 8, [2] * 8, [3] * 8, sequences=3, depth=9, rows=4)
     assert requests(made, 6) == [1, 1, 2, 2, 3, 3]
 
@@ -665,7 +665,7 @@ def test_the_depth_bounds_the_steps_of_all():
     assert requests(made, 1) == [3]
 
 
-def test_a_generation_takes_the_sequence_with_which_it_has_most_in_common():
+def test_a_generation_takes_the_sequence_with_the_longest_common_prefix():
     made = several(range(20), range(100, 120), sequences=3, context=200, depth=99)
     while made.next_step(0) is not None:
         continue
@@ -676,7 +676,7 @@ def test_a_generation_takes_the_sequence_with_which_it_has_most_in_common():
     assert (step.sequences[0], step.positions[0], step.ops) == (1, 16, [KvRemove(1, 16, -1)])
 
 
-def test_of_sequences_that_serve_alike_the_one_used_longest_ago_is_taken():
+def test_of_equally_good_sequences_the_least_recently_used_is_taken():
     made = several([1], [2], sequences=2, depth=9)
     assert requests(made, 2) == [1, 2]
     commit(made, 0, sampled_of(7), 0)
@@ -731,7 +731,7 @@ def test_tokens_are_computed_together_as_far_as_may_be():
     assert made.next_step(0) is None
 
 
-def test_what_was_drawn_together_is_told_of_each():
+def test_tokens_sampled_in_one_step_are_reported_for_each_request():
     made = decoding(2, 3, batching=Batching(rows=4))
     step = next_step(made)
     made.cancel(Cancel(1))
@@ -781,7 +781,7 @@ def test_a_gap_is_filled_by_a_row_of_nobody_which_is_forgotten():
     assert next_step(made).ops == [KvRemove(1, 0, -1)]
 
 
-def test_rows_behind_many_cells_are_computed_alone():
+def test_rows_after_many_cells_are_computed_alone():
     made = decoding(20, 1, 1, 20, batching=Batching(rows=4, steps=1, cells=20))
     assert next_step(made).requests == [2, 3]
     assert made.next_step(0) is None
@@ -789,7 +789,7 @@ def test_rows_behind_many_cells_are_computed_alone():
     assert next_step(made).requests == [1]
 
 
-def test_of_several_owners_each_has_the_same_share_of_the_rows():
+def test_each_of_several_owners_has_the_same_share_of_the_rows():
     made = scheduler(sequences=5, depth=9, batching=Batching(rows=8, steps=1))
     for request, owner in enumerate("aaaab", 1):
         made.submit(msgspec.structs.replace(generate(request, [request]), owner=owner))
@@ -800,7 +800,7 @@ def test_of_several_owners_each_has_the_same_share_of_the_rows():
     assert (owners.count("a"), owners.count("b")) == (3, 1)
 
 
-def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
+def test_tokens_sampled_in_earlier_epochs_are_fed_in_batches_without_waiting():
     made = scheduler(sequences=2, depth=9, batching=Batching(rows=2, steps=1))
     for request in (1, 2):
         made.submit(generate(request, [request], sampled=[5, 6, 7]))
@@ -809,7 +809,7 @@ def test_what_earlier_epochs_sampled_is_fed_together_without_waiting():
 
 
 @pytest.mark.parametrize(("cells", "steps"), [(None, [3, 3, 1]), (6, [3, 1, 1, 1, 1]), (2, [1] * 7)])
-def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact(cells, steps):
+def test_tokens_sampled_in_an_earlier_epoch_are_fed_several_at_a_time_where_that_is_exact(cells, steps):
     made = scheduler(depth=99, batching=Batching(replays=3, cells=cells))
     made.submit(generate(1, [1, 2, 3], sampled=range(10, 18), tokens=20))
     prompt = next_step(made)
@@ -833,7 +833,7 @@ def in_pieces(short: int = 0) -> Scheduler:
     return made
 
 
-def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
+def test_while_others_decode_a_chunk_is_computed_in_pieces_between_their_tokens():
     made = in_pieces()
     found = []
     for _ in range(14):
@@ -847,7 +847,7 @@ def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
     assert (last.requests, last.tokens) == ([2], [15, 16, 17])
 
 
-def test_what_is_left_of_a_prompt_is_one_piece_once_it_is_short():
+def test_the_rest_of_a_prompt_is_one_piece_once_it_is_short():
     made = in_pieces(short=8)
     pieces = []
     for _ in range(16):
@@ -857,14 +857,14 @@ def test_what_is_left_of_a_prompt_is_one_piece_once_it_is_short():
     assert pieces == [2, 2, 2, 3, 2, 2, 5, 2], "chunks end where they do"
 
 
-def test_pieces_far_behind_the_beginning_have_fewer_rows_for_the_same_time():
+def test_pieces_far_from_the_beginning_have_fewer_rows_for_the_same_time():
     pieces = Pieces(multiple=4, rows=(8, 32), twice=100)
     assert [pieces.of(first, 2) for first in (0, 50, 100, 300, 100_000)] == [32, 20, 16, 8, 4]
     assert [pieces.of(first, 1) for first in (0, 100, 300)] == [8, 4, 4]
     assert replace(pieces, twice=None).of(100_000, 2) == 32
 
 
-def test_a_chunk_goes_on_whole_once_it_is_alone():
+def test_a_chunk_continues_whole_once_it_is_alone():
     made = in_pieces()
     commit(made, next_step(made).step, sampled_of(9), 0)
     made.cancel(Cancel(1))
@@ -878,7 +878,7 @@ def test_a_chunk_goes_on_whole_once_it_is_alone():
     assert next_step(made).positions == [18, 19], "both have the same chunks, whatever they were cut into"
 
 
-def test_behind_a_part_of_a_prompt_all_that_write_have_a_turn_whoever_asks():
+def test_after_a_piece_of_a_prompt_all_decoding_requests_have_a_turn_whoever_owns_it():
     made = scheduler(sequences=4, depth=1, rows=4)
     for request, owner in enumerate("aab", 1):
         made.submit(msgspec.structs.replace(generate(request, [request] * (40 if owner == "b" else 1)), owner=owner))
@@ -910,7 +910,7 @@ def test_generations_with_one_prompt_draw_their_first_tokens_from_one_row():
     assert [(following.requests, following.tokens, following.positions)] == [([2], [22], [10])]
 
 
-def test_a_prompt_that_begins_like_one_under_way_waits_for_what_both_have():
+def test_a_prompt_with_the_prefix_of_one_in_progress_waits_for_the_common_part():
     made = several(range(10), [*range(8), 50, 51], depth=9)
     steps = [next_step(made) for _ in range(4)]
     assert [(step.requests, step.positions, step.ops) for step in steps] == [
@@ -930,7 +930,7 @@ def test_a_prompt_that_begins_like_one_that_writes_copies_it_at_once():
     assert (step.requests, step.positions, step.ops) == ([2], [4], [KvCopy(0, 1, 4)])
 
 
-def test_who_waits_for_another_prompt_goes_on_alone_when_that_is_cancelled():
+def test_a_request_that_waits_for_another_prompt_continues_alone_when_that_is_cancelled():
     made = several(range(10), range(10), depth=9)
     assert requests(made, 2) == [1, 1]
     made.cancel(Cancel(1))
@@ -938,7 +938,7 @@ def test_who_waits_for_another_prompt_goes_on_alone_when_that_is_cancelled():
     assert (step.requests, step.sequences[0], step.positions) == ([2], 0, [8, 9]), "in the sequence that has it"
 
 
-def test_what_is_copied_is_so_before_its_sequence_has_another_text():
+def test_a_copy_is_made_before_its_sequence_has_another_text():
     made = several([1, 2], [1, 2], depth=1)
     step = next_step(made)
     made.submit(msgspec.structs.replace(generate(3, [7]), owner="another"))
@@ -958,7 +958,7 @@ def test_a_generation_that_reuses_nothing_waits_for_nobody():
     assert requests(made, 4) == [1, 1, 1, 2]
 
 
-def test_what_earlier_epochs_sampled_for_one_prompt_goes_on_behind_one_prefill():
+def test_requests_of_earlier_epochs_with_one_prompt_resume_after_one_prefill():
     made = scheduler(sequences=2, depth=9)
     made.submit(generate(1, [1, 2], sampled=[5]))
     made.submit(generate(2, [1, 2], sampled=[6, 7]))

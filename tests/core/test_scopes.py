@@ -49,11 +49,11 @@ def test_only_link_local_addresses_of_ipv6_need_a_scope(address, needed):
     assert needs_scope(address) is needed
 
 
-def test_a_scope_is_not_told():
+def test_an_address_is_sent_without_its_scope():
     assert [bare("fe80::1%eth0"), bare("fe80::1"), bare("10.0.0.1")] == ["fe80::1", "fe80::1", "10.0.0.1"]
 
 
-def test_whoever_is_told_an_address_puts_its_own_interfaces_behind_it_the_likeliest_first():
+def test_a_received_address_gets_the_scopes_of_own_interfaces_the_likeliest_first():
     assert scopes(LO, ETH, DEAD).ways("fe80::9") == ["fe80::9%3"]
     assert scopes(PADDING, LO, ETH, WIFI).ways("fe80::9") == ["fe80::9%3", "fe80::9%4", "fe80::9%2"]
     assert scopes(NAMED).ways("fe80::9") == ["fe80::9%Ethernet 2"]
@@ -84,7 +84,7 @@ def test_the_interface_where_a_device_was_met_comes_first():
 
 
 @pytest.mark.parametrize("address", ["fe80::9", "192.168.1.7", "", "nobody%eth0"])
-def test_what_has_no_scope_says_nothing_of_interfaces(address):
+def test_an_address_without_a_scope_reveals_no_interface(address):
     known = scopes(ETH)
     known.saw(address)
     assert known.ways("fe80::9") == ["fe80::9%3"]
@@ -99,10 +99,10 @@ def test_no_more_is_remembered_or_tried_than_there_is_room_for():
     assert len(known.ways("fe80::2")) == MAX_WAYS
 
 
-def test_an_endpoint_gets_every_way_to_its_address():
+def test_an_endpoint_gets_every_scope_for_its_address():
     assert scopes(ETH, WIFI).endpoints("tcp://[fe80::9]:4711") == ["tcp://[fe80::9%3]:4711", "tcp://[fe80::9%4]:4711"]
 
 
-def test_a_contact_gets_every_way():
+def test_a_contact_gets_every_scope():
     (contact,) = scopes(ETH).of_contacts([Contact(device="a", key=KEY, addresses=["10.0.0.1", "fe80::9"], port=1)])
     assert contact.addresses == ["10.0.0.1", "fe80::9%3"]

@@ -20,7 +20,7 @@ def question(*devices) -> Question:
     return ask(wishes(links=("1Gbit/s,1ms",)), devices or (DESK, LAPTOP), (), model())
 
 
-def test_a_plan_keeps_what_is_settled():
+def test_a_plan_keeps_settled_choices():
     asked = question()
     best = best_plan(asked).solved.workload
     for rows in (512, 64):
@@ -32,7 +32,7 @@ def test_a_plan_keeps_what_is_settled():
         assert "laptop" in found.solution.plan.devices
 
 
-def test_devices_that_are_alike_cost_the_same_when_they_are_left_out():
+def test_identical_devices_cost_the_same_when_they_are_left_out():
     slow = [device(name, ram=2 * GB, rate=1e9, disk=0.1e9) for name in ("one", "other")]
     left = {part.name: part for part in explain(question(DESK, *slow)).left_out}
     assert set(left) == {"one", "other"}

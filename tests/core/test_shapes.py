@@ -153,7 +153,7 @@ def test_kv_cache_is_f16_of_the_key_and_value_heads() -> None:
     assert shape("llama1-65b").layers[0].kv_bytes_per_token == 2 * 8192 * 2
 
 
-def test_experts_are_apart_from_what_every_row_uses() -> None:
+def test_expert_weights_are_separate_from_those_that_every_row_uses() -> None:
     model = shape("qwen3-30b-a3b")
     assert (model.experts, model.experts_used) == (128, 8)
     used = sum(

@@ -47,7 +47,7 @@ def cut_bytes(header, weights, rank) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("architecture", "overrides"), [BY_HEADS, BY_COPIED_KEYS, WHOLE_ATTENTION, LATENT, EXPERTS], ids=str
 )
-def test_what_a_rank_is_said_to_hold_is_what_its_files_have(tmp_path, architecture, overrides, mini):
+def test_the_planned_bytes_of_a_rank_are_those_of_its_files(tmp_path, architecture, overrides, mini):
     asked = question(tmp_path, architecture, overrides, desk=20e9, mini=mini)
     header, found = read_header(tmp_path / "model.gguf"), explain(asked).devices
     whole = sum(layer.size_bytes for layer in asked.model.layers)

@@ -25,14 +25,14 @@ def test_one_alone_gets_half_and_the_next_ones_find_room():
     assert fill(shares, "a") == 24
 
 
-def test_who_holds_none_may_have_one_however_many_came_before():
+def test_a_caller_that_holds_none_may_have_one_however_many_came_before():
     shares = Shares(8, minimum=1)
     assert [fill(shares, caller) for caller in "abcdefghi"] == [4, 2, 1, 1, 1, 1, 1, 1, 1]
     assert not shares.has_room("b")
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 40), st.booleans()), max_size=60))
-def test_without_a_least_no_more_than_there_is_is_given_out(asked):
+def test_without_a_minimum_no_more_than_the_limit_is_given_out(asked):
     shares, held = Shares(100), dict.fromkeys("abcdef", 0)
     for caller, amount, gives in asked:
         if gives and held[caller] >= amount:
@@ -46,7 +46,7 @@ def test_without_a_least_no_more_than_there_is_is_given_out(asked):
     assert shares.has_room("newcomer", 1) == (sum(held.values()) <= 98)
 
 
-def test_callers_take_turns_and_who_asks_one_at_a_time_comes_before_the_rest_of_the_others():
+def test_callers_take_turns_and_one_with_a_single_request_comes_before_the_rest_of_the_others():
     turns = Turns[str]()
     for number in range(3):
         turns.add("a", f"a{number}")

@@ -75,7 +75,7 @@ def test_two_devices_that_took_one_mdns_name_at_once_are_both_seen():
     assert set(sight.devices) == {"nas"}
 
 
-def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
+def test_an_announcement_of_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
     """Whatever the order, all places are tried, a few at a time."""
     elsewhere = {f"x{at}": replace(GOOD, addresses=(f"10.9.9.{at}",), is_measuring=True) for at in range(50)}
     orders = (
@@ -92,7 +92,7 @@ def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
     assert sight_of(*orders[0]).devices["nas"].places()[0] == ("10.0.0.2", 7770)
 
 
-def test_who_is_not_announced_any_more_is_out_of_sight_and_comes_back_where_it_is_then():
+def test_a_device_that_is_no_longer_announced_is_out_of_sight_and_comes_back_at_its_new_place():
     assert sight_of({"nas": GOOD}, {}).devices == {}
     assert sight_of({"nas": GOOD}, {"nas": FAKE}, {}).devices == {}
     moved = replace(GOOD, addresses=("10.0.0.3",))
@@ -112,7 +112,7 @@ def test_strangers_get_the_names_that_are_left():
     assert [peer.device for peer in sight.impostors] == ["lap", "desk"]
 
 
-def test_whose_trust_ends_is_a_stranger_and_whose_trust_begins_is_none():
+def test_a_device_is_a_stranger_once_its_trust_ends_and_none_once_it_begins():
     sight = sight_of({"nas": GOOD, "sofa": replace(FAKE, device="sofa")})
     sight.look({"nas": GOOD, "sofa": replace(FAKE, device="sofa")}, {STRANGER: "nas"})
     assert {label: (each.key, each.trusted) for label, each in sight.devices.items()} == {"nas": (STRANGER, True)}

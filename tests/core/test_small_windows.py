@@ -60,7 +60,7 @@ def test_the_mask_of_a_small_cache_is_as_small():
     assert more == cost.MASK_BYTES * WORK.chunk_rows * (8192 - 1536)
 
 
-def test_a_state_that_is_on_its_way_to_the_disk_has_room_beside_those_that_are_kept():
+def test_a_state_being_written_to_disk_has_room_besides_the_kept_ones():
     recurrent = dataclasses.replace(FULL, kv_bytes_per_token=0, state_bytes=1 << 20)
     assert cost.checkpoint_bytes(recurrent, WORK) == (cost.checkpoints(WORK.sequences) + 1) << 20
 
@@ -86,7 +86,7 @@ def test_where_long_prompts_are_typical_the_cache_of_windows_is_small_as_less_of
     assert not plan(asked(12 * GB, **short)).question.workload.small_windows
 
 
-def test_a_small_cache_is_a_way_out_where_no_other_plan_fits():
+def test_a_small_cache_is_used_where_no_other_plan_fits():
     request = asked(0)
     small = dataclasses.replace(device("desk", ram=5 * GB), disk=dataclasses.replace(device("d").disk, free_bytes=0))
     assert plan(dataclasses_of(request, devices=[small])).question.workload.small_windows
@@ -96,18 +96,18 @@ def dataclasses_of(request: PlanRequest, **changes) -> PlanRequest:
     return PlanRequest(**{name: changes.get(name, getattr(request, name)) for name in request.__struct_fields__})
 
 
-def test_who_asks_for_drafts_keeps_the_cells_that_they_need():
+def test_requested_drafts_keep_the_cells_that_they_need():
     assert not plan(asked(5 * GB, speculate="lookup")).question.workload.small_windows
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_answers_go_on_with_the_cells_that_they_had(small):
+def test_requests_resume_with_the_cells_that_they_had(small):
     served = Served(context_tokens=16384, sequences=1, flash=True, small_windows=small)
     request = dataclasses_of(asked(5 * GB if not small else 12 * GB), served=served, keeps_attention=True)
     assert plan(request).question.workload.small_windows == small
 
 
-def test_the_plan_says_that_the_cache_is_small():
+def test_the_plan_shows_that_the_cache_is_small():
     devices = [device(name, ram=4 * GB, vram=3 * GB) for name in ("desk", "lap")]
     question = ask(
         wishes(context_tokens=16384, sequences=1, use_all=True, head="desk", time_limit_s=20),

@@ -63,13 +63,13 @@ def test_sounds_of_known_kinds_are_taken(data):
         (b"ID3" + bytes(21 << 20), "20 MB"),
     ],
 )
-def test_sounds_that_are_not_to_be_decoded_are_refused_by_what_is_wrong(data, why):
+def test_sounds_that_must_not_be_decoded_are_refused_with_the_reason(data, why):
     assert is_sound(data)
     with pytest.raises(ValueError, match=why):
         check_media(data)
 
 
-def test_a_sound_whose_length_shows_later_is_judged_then():
+def test_a_sound_whose_length_is_known_only_later_is_judged_then():
     check_samples(bytes(4 * 100), 10_000)
     for count in (0, 1, 99, 10_000 * MAX_SECONDS + 1):
         with pytest.raises(ValueError, match="may last"):

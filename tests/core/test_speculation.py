@@ -178,7 +178,7 @@ def test_any_drafter_leaves_the_answers_of_any_number_of_users_as_they_are(data,
 
 @rings
 @given(st.data())
-def test_a_cancel_at_any_moment_leaves_no_cell_and_no_number_behind(data):
+def test_a_cancel_at_any_moment_leaks_no_cell_and_no_sequence(data):
     ring = data.draw(drafting_rings())
     first, second = prompt(5, data.draw(st.integers(0, 3))), prompt(7)
     ring.head.submit(generate(1, first, tokens=TOKENS))
@@ -198,7 +198,7 @@ def test_a_cancel_at_any_moment_leaves_no_cell_and_no_number_behind(data):
 
 @rings
 @given(st.data())
-def test_a_ring_with_drafts_on_their_way_drains(data):
+def test_a_ring_with_drafts_in_flight_drains(data):
     ring = data.draw(drafting_rings())
     text = prompt(6)
     ring.head.submit(generate(1, text, tokens=TOKENS, root="r"))
@@ -227,7 +227,7 @@ def test_an_end_token_and_a_full_context_end_it_where_they_would_without(data):
 
 @pytest.mark.parametrize("left", [1, 2, 5, 9])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_no_row_is_drafted_behind_the_last_token_that_an_answer_may_have(left, rows):
+def test_no_row_is_drafted_after_the_last_token_that_a_completion_may_have(left, rows):
     ring = FakeRing(
         [[1, 1, 1]],
         1,
@@ -305,7 +305,7 @@ def rows_of(step: PlannedStep) -> list[tuple[int, int]]:
     return list(zip(step.tokens, step.positions, strict=True))
 
 
-def test_drafts_fill_the_room_of_a_ring_behind_the_next_token():
+def test_drafts_fill_the_room_of_a_ring_after_the_next_token():
     made = begun([1, 2])
     assert [rows_of(next_step(made)) for _ in range(3)] == [[(13, 5)], [(14, 6)], [(15, 7)]]
     assert made.next_step(0) is None
@@ -320,7 +320,7 @@ def test_a_draft_that_holds_is_the_next_token_and_another_one_follows_it():
     assert not made.take_discarded()
 
 
-def test_behind_a_draft_that_failed_its_cells_are_forgotten_and_nothing_is_drawn():
+def test_the_cells_after_a_rejected_draft_are_forgotten_and_nothing_is_sampled():
     made = begun([1, 2])
     steps = [next_step(made) for _ in range(3)]
     assert bring_back(made, steps[0], 99) == [99]
@@ -332,7 +332,7 @@ def test_behind_a_draft_that_failed_its_cells_are_forgotten_and_nothing_is_drawn
     assert bring_back(made, following, 40) == [40]
 
 
-def test_a_ring_that_skips_nothing_is_told_of_no_void_steps():
+def test_a_ring_that_skips_nothing_gets_no_discarded_steps():
     made = begun([1, 2], drafting=Drafting(room=3, skips=False))
     steps = [next_step(made) for _ in range(2)]
     bring_back(made, steps[0], 99)
@@ -341,7 +341,7 @@ def test_a_ring_that_skips_nothing_is_told_of_no_void_steps():
     assert not made.skips(steps[1].step)
 
 
-def test_what_is_ahead_of_a_generation_that_is_over_is_void():
+def test_steps_ahead_of_a_finished_generation_are_discarded():
     made = begun([1, 2])
     steps = [next_step(made) for _ in range(3)]
     made.cancel(Cancel(1))
@@ -360,7 +360,7 @@ def test_rows_of_users_go_before_drafts_and_are_not_fewer_for_them():
     )
 
 
-def test_no_draft_goes_beside_a_prompt():
+def test_no_draft_runs_while_a_prompt_is_computed():
     made = begun([1, 2])
     made.submit(generate(2, [5, 6], tokens=40))
     assert [next_step(made).requests for _ in range(2)] == [[2], [1]]
@@ -404,7 +404,7 @@ def test_a_step_has_as_many_drafts_as_pay_and_are_exact(drafting, batching, rows
     assert len(next_step(begun([1, 2], drafting=drafting, batching=batching)).tokens) == rows
 
 
-def test_of_an_answer_that_another_ring_began_drafts_come_behind_what_is_known():
+def test_drafts_of_a_request_begun_by_another_ring_come_after_its_known_tokens():
     made = Scheduler(
         SchedulerState(context=100, chunking=chunks_of(64), depth=9, drafting=Drafting(room=3), drafter=Counting)
     )

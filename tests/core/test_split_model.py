@@ -94,7 +94,7 @@ def test_a_part_of_another_split_is_refused(tmp_path):
     assert "is not part 2 of 3" in refusal(paths[0])
 
 
-def test_a_part_that_says_nothing_about_splits_is_refused(tmp_path):
+def test_a_part_without_split_metadata_is_refused(tmp_path):
     paths = write_split(tmp_path, toy_arrays(), 2)
     write_gguf(paths[1], {"x": np.zeros(4, np.float32)})
     assert "is not part 2 of 2" in refusal(paths[0])
@@ -135,14 +135,14 @@ def test_the_names_of_the_parts(tmp_path):
     ]
 
 
-def test_a_model_whose_files_are_what_they_were_is_unchanged(tmp_path):
+def test_a_model_with_the_same_files_is_unchanged(tmp_path):
     stamps = stamps_of(open_model(write_split(tmp_path, toy_arrays(), 3)[0]))
     assert len(stamps) == 3
     check_unchanged(stamps, "wait")
 
 
 @pytest.mark.parametrize("part", [0, 2])
-def test_a_model_that_changes_is_told_with_the_file_and_what_to_do(tmp_path, part):
+def test_a_model_that_changes_is_refused_with_the_file_and_the_remedy(tmp_path, part):
     paths = write_split(tmp_path, toy_arrays(), 3)
     stamps = stamps_of(open_model(paths[0]))
     before = paths[part].read_bytes()

@@ -37,7 +37,7 @@ def test_every_change_has_a_number_of_its_own():
     assert standing.message().states == []
 
 
-def test_what_changes_is_one_participation():
+def test_a_change_concerns_one_stage():
     standing = Standing()
     standing.begin(3)
     standing.begin(4)
@@ -48,7 +48,7 @@ def test_what_changes_is_one_participation():
     ]
 
 
-def test_an_epoch_that_is_asked_for_again_begins_anew():
+def test_an_epoch_that_is_requested_again_starts_afresh():
     standing = Standing()
     standing.begin(3)
     standing.change(3, broken=BUSY)
@@ -75,7 +75,7 @@ def test_a_flood_of_refusals_is_forgotten_from_its_beginning(again):
     assert standing.epochs == [0, *range(2 * MAX_REFUSED + 1, 3 * MAX_REFUSED + 1)]
 
 
-def test_what_was_refused_and_then_begins_is_not_forgotten():
+def test_a_stage_that_begins_after_a_refusal_is_not_forgotten():
     standing = Standing()
     standing.refuse(1, BUSY)
     standing.end(1)

@@ -24,7 +24,7 @@ class Machine:
         return OwnTime(7, proc=self.folder, clock=lambda: self.now)
 
 
-def test_what_it_waited_for_a_processor_does_not_count(tmp_path):
+def test_time_spent_waiting_for_a_processor_does_not_count(tmp_path):
     machine = Machine(tmp_path)
     machine.waits(a=50, b=2)
     own = machine.own_time()
@@ -58,7 +58,7 @@ def test_it_waits_ten_times_as_long_at_the_most(tmp_path):
     assert own.left_s(40) == -10
 
 
-def test_where_the_system_does_not_say_all_time_counts(tmp_path):
+def test_where_the_system_has_no_figures_all_time_counts(tmp_path):
     machine = Machine(tmp_path)
     own = machine.own_time()
     machine.now += 12

@@ -161,7 +161,7 @@ def test_a_daemon_that_fails_for_good_is_left(service: DaemonService) -> None:
     ],
     ids=["runs", "starts-again", "for-good", "no-text", "too-often", "killed", "nothing"],
 )
-def test_why_a_service_is_left_is_said(state: str, printed: str | None) -> None:
+def test_the_reason_why_a_service_is_left_stopped_is_shown(state: str, printed: str | None) -> None:
     why = systemd.why_it_is_left(state)
     assert why is None if printed is None else printed in str(why)
 

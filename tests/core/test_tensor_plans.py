@@ -63,7 +63,7 @@ def test_a_device_that_is_short_of_memory_has_less():
     assert not evaluate(found, question(device("desk", ram=8 * GB), device("mini", ram=2 * GB))).short
 
 
-def test_who_has_no_memory_for_any_share_is_named():
+def test_a_device_without_memory_for_any_share_is_named():
     with pytest.raises(Infeasible, match=r"mini is short of .* of RAM for a share of each layer"):
         all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2, None)
 
@@ -313,7 +313,7 @@ def test_the_planner_makes_one_group_of_all_devices():
         ({}, {"speculate": "mtp"}, "--speculate mtp"),
     ],
 )
-def test_what_a_group_does_not_compute_is_refused_by_option(run, draft, option):
+def test_an_option_that_a_group_does_not_support_is_refused_by_name(run, draft, option):
     with pytest.raises(ConfigError, match=f"--parallel tensor: cannot be combined with {option}"):
         run_config(RunOptions(parallel="tensor", **run), DraftOptions(**draft))
 
@@ -329,7 +329,7 @@ def test_windows_that_are_shared_by_hand_are_checked(windows, parallel, why):
     assert (found.windows, found.ranks, found.may_share) == ((2, 4), (1, 2), True)
 
 
-def test_what_is_exchanged_in_16_bits_is_of_shares():
+def test_a_16_bit_exchange_needs_shared_layers():
     assert run_config(RunOptions(parallel="tensor", wire="f16"), DraftOptions()).wire == "f16"
     with pytest.raises(ConfigError, match="--wire f16: needs devices that share layers"):
         run_config(RunOptions(wire="f16"), DraftOptions())
@@ -448,7 +448,7 @@ def test_shapes_share_layers_as_far_as_their_architecture_and_heads_are_known_to
     assert (whole.max_ranks, whole.units.shares([3, 1])) == (MAX_RANKS, [(1.0, 0.75), (1.0, 0.25)])
 
 
-def test_attention_that_is_whole_counts_as_what_a_token_reads_of_it_beside_few_experts():
+def test_whole_attention_counts_with_its_share_of_the_bytes_that_a_token_reads():
     layer = replace(model().layers[0], bytes_by_type={"Q4_K": 10_000_000}, expert_bytes_by_type={"Q4_K": 80_000_000})
     mixture = replace(model(), layers=(layer,) * 20, experts=8, experts_used=2, attention_share=1 / 9)
     asked = instance([device("desk", ram=8 * GB), device("mini", ram=8 * GB)], (), mixture, WORK, {})
@@ -476,7 +476,7 @@ def test_attention_that_is_whole_takes_the_time_and_the_cells_of_all_of_it():
     )
 
 
-def test_a_plan_says_why_layers_are_shared_or_not():
+def test_a_plan_gives_the_reason_for_sharing_layers_or_not():
     for round_trip_s, why in (
         (0.0003, "tensor over desk, mini and nas: "),
         (0.05, "tensor over .* would take .* instead"),
@@ -531,6 +531,6 @@ def test_devices_on_wifi_have_layers_of_their_own():
 
 
 @pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "mtp"}])
-def test_auto_shares_no_layers_of_what_a_group_does_not_compute(asked):
+def test_auto_shares_no_layers_with_options_that_a_group_does_not_support(asked):
     assert RunConfig(parallel="auto").may_share
     assert not RunConfig(parallel="auto", **asked).may_share

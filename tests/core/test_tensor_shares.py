@@ -63,7 +63,7 @@ def test_units_are_split_so_that_the_slowest_rank_is_as_fast_as_can_be(units, we
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 7]), st.sampled_from([1, 2, 4]), WEIGHTS)
-def test_heads_are_each_on_one_rank_beside_their_keys(keys, group, unit, weights):
+def test_each_head_is_on_one_rank_together_with_its_keys(keys, group, unit, weights):
     found = cut_heads(keys * group, [keys], unit, weights)
     if found is None:
         assert keys * group // unit < len(weights) or group % unit or keys < len(weights)
@@ -74,14 +74,14 @@ def test_heads_are_each_on_one_rank_beside_their_keys(keys, group, unit, weights
         assert heads.start % unit == 0
 
 
-def test_layers_with_as_many_heads_are_cut_alike_whatever_keys_they_have():
+def test_layers_with_the_same_number_of_heads_are_cut_at_the_same_heads_whatever_keys_they_have():
     assert cut_heads(4, [1, 2], 1, [2, 1]) == [range(2), range(2, 4)]
     assert cut_heads(4, [1], 1, [3, 1]) == [range(3), range(3, 4)]
 
 
 @settings(max_examples=20)
 @given(WEIGHTS, st.sampled_from(["q4_0", "q8_0", "f32"]))
-def test_what_the_ranks_hold_is_the_layer(models, weights, quantisation):
+def test_the_shares_of_the_ranks_add_up_to_the_layer(models, weights, quantisation):
     header = models("llama", quantisation, heads=8, heads_kv=4, head_width=32, feed_forward=256)
     ranks = [share_header(ShareRules(header), weights, rank) for rank in range(len(weights))]
     for name, axis in (("attn_q", 0), ("attn_k", 0), ("attn_output", 1), ("ffn_up", 0), ("ffn_down", 1)):
@@ -99,7 +99,7 @@ def test_experts_are_shared_by_columns(models):
         assert np.array_equal(np.concatenate(parts, axis), blocks(header, f"blk.1.ffn_{name}_exps.weight"))
 
 
-def test_what_lies_in_one_tensor_is_shared_part_by_part(models):
+def test_fused_tensors_are_shared_part_by_part(models):
     header = models("qwen")
     rank = share_header(ShareRules(header), [1, 1], 1)
     whole, own = blocks(header, "blk.0.attn_qkv.weight"), blocks(rank, "blk.0.attn_qkv.weight")
@@ -127,7 +127,7 @@ def test_states_are_shared_with_the_heads_of_keys_that_write_to_them(models, arc
     assert {key: rank.count(f"{architecture}.ssm.{key}") for key in counts} == counts
 
 
-def test_a_bias_behind_a_sum_is_added_once(models):
+def test_a_bias_after_a_sum_is_added_once(models):
     header = models("gpt-oss")
     ranks = [share_header(ShareRules(header), [2, 1], rank) for rank in range(2)]
     for name in ("attn_output", "ffn_down_exps"):
@@ -152,7 +152,7 @@ def test_a_share_of_a_layer_is_known_by_its_content_in_any_window(models):
     assert cutters[0].ref(4).digest != cutters[1].ref(4).digest
 
 
-def test_what_was_hashed_of_a_share_is_not_taken_for_the_model_or_another_share(models, tmp_path):
+def test_the_digest_of_a_share_is_not_taken_for_the_model_or_another_share(models, tmp_path):
     header = models("llama")
     headers = [
         header,

@@ -55,7 +55,7 @@ def test_an_effort_is_one_that_the_template_knows():
     assert shown("{{ enable_thinking is defined }}{{ reasoning_effort is defined }}", None) == "FalseFalse"
 
 
-def test_where_a_word_of_the_users_decides_it_is_said():
+def test_a_template_that_reads_a_word_of_the_user_gets_that_word():
     template = (
         "{% set ns = namespace(enable_thinking=true) %}{% for m in messages %}{% if '/no_think' in m.content %}"
         "{% set ns.enable_thinking = false %}{% endif %}[{{ m.content.replace('/no_think', '').strip() }}]{% endfor %}"

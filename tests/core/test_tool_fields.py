@@ -89,13 +89,13 @@ def fits(asked: Job, text: str) -> bool:
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]}, None, "calls"),
     ],
 )
-def test_what_makes_no_sense_is_named(fields, param, reported):
+def test_a_nonsensical_field_is_named(fields, param, reported):
     error = refusal(**fields)
     assert error.param == param or param is None
     assert reported in str(error)
 
 
-def test_what_asks_for_nothing_is_fine():
+def test_fields_that_request_nothing_are_accepted():
     for fields in ({"tools": []}, {"tools": None, "tool_choice": "auto"}, {"functions": [], "function_call": "none"}):
         assert job(**fields).reading is None
 
@@ -146,7 +146,7 @@ def test_a_demanded_call_has_no_parameters_but_those_named():
     assert fits(job(tools=[open_tool], tool_choice="required"), more)
 
 
-def test_beside_tools_a_schema_bounds_the_text_only():
+def test_with_tools_a_schema_constrains_only_the_text():
     asked = job(tools=TOOLS, json_schema={"type": "null"})
     assert fits(asked, "null")
     assert fits(asked, ROME)
@@ -165,7 +165,7 @@ def test_beside_tools_a_schema_bounds_the_text_only():
         ({"json_schema": {"type": "null"}, "reasoning_format": "none"}, "null"),
     ],
 )
-def test_a_grammar_holds_behind_thoughts_that_the_prompt_opens(fields, text):
+def test_a_grammar_applies_after_thoughts_that_the_prompt_opens(fields, text):
     asked = job(THINKS, **fields)
     assert fits(asked, f"hm</think>\n\n{text}")
     assert not fits(asked, text)

@@ -54,7 +54,7 @@ def test_a_template_that_knows_calls_gets_them_as_it_looks_at_them(arguments, te
     assert got == "weather!" + (expected if text is None else text)
 
 
-def test_a_result_says_whose_it_is():
+def test_a_result_has_the_name_of_its_function():
     template = KNOWS + "{% endfor %}{% if m.role == 'tool' %}{{ m.name }}:{{ m.content }}{% endif %}{% endfor %}"
     assert rendered(template) == "weather!weather:cold"
 
@@ -79,13 +79,13 @@ def test_a_template_that_knows_nothing_of_tools_gets_them_as_text():
     assert user == f"Hi[assistant]{HERMES}[user]<tool_response>\ncold\n</tool_response>>"
 
 
-def test_what_the_system_says_comes_first():
+def test_the_system_message_comes_first():
     got = rendered(PLAIN, [{"role": "system", "content": "Be brief."}, *ASKED])
     assert got.startswith("[system]Be brief.\n\nYou can call")
     assert got.count("[system]") == 1
 
 
-def test_results_beside_each_other_are_one_message_with_what_the_user_says_then():
+def test_consecutive_results_and_the_next_user_message_are_one_message():
     messages = [*ASKED, ASKED[2] | {"content": "dark"}, {"role": "user", "content": "And?"}]
     got = rendered(PLAIN, messages, tools=())
     answers = "<tool_response>\ncold\n</tool_response>\n<tool_response>\ndark\n</tool_response>\nAnd?"

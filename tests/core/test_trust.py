@@ -135,7 +135,7 @@ def test_nobody_is_trusted_at_first_but_oneself(store: TrustStore, identity: Ide
     assert store.entries() == []
 
 
-def test_who_was_paired_with_is_trusted_also_by_the_next_process(
+def test_a_paired_device_is_trusted_also_by_the_next_process(
     store: TrustStore, home: Path, identity: Identity, local: LocalTrust
 ):
     device = trusted_now("pi", PI, PAIRED)
@@ -206,7 +206,7 @@ def test_nobody_gets_the_name_of_a_device_that_is_trusted(store: TrustStore, loc
     assert store.add(trusted_now(long, LAMP, PAIRED)).device == f"{'x' * 57}-2"
 
 
-def test_who_is_a_head_is_so_by_the_owners_word_alone(store: TrustStore, identity: Identity, local: LocalTrust):
+def test_a_device_is_a_head_only_by_decision_of_the_owner(store: TrustStore, identity: Identity, local: LocalTrust):
     store.add(trusted_now("pi", PI, PAIRED))
     assert not store.is_head(PI), "who is not said to be a head is none"
     store.add(trusted_now("pi", PI, PAIRED, HEAD))
@@ -226,7 +226,7 @@ def test_who_is_a_head_is_so_by_the_owners_word_alone(store: TrustStore, identit
         assert store.is_head(NAS), "a daemon of this user can read this device's secret"
 
 
-def test_of_a_file_without_roles_counts_what_the_owner_did(home: Path, identity: Identity, local: LocalTrust):
+def test_roles_of_a_file_without_them_follow_from_what_the_owner_did(home: Path, identity: Identity, local: LocalTrust):
     def entry(device: str, key: str, how: str) -> dict[str, str]:
         return {"device": device, "key": key, "how": how, "since": ""}
 
@@ -278,7 +278,7 @@ def test_more_devices_than_a_home_has_are_refused(store: TrustStore, home: Path)
     [("", PI), ("a b", PI), ("\x1b[2J", PI), ("pi", ""), ("pi", "x" * 41)],
     ids=["no name", "a space", "a terminal's command", "no key", "a key too long"],
 )
-def test_what_is_no_name_or_no_key_is_refused(device: str, key: str):
+def test_an_invalid_name_or_key_is_refused(device: str, key: str):
     with pytest.raises(ConfigError) as error:
         trusted_now(device, key, PAIRED)
     assert str(error.value).isprintable()
@@ -318,9 +318,7 @@ def test_a_change_that_cannot_be_written_is_an_error_and_no_change(store: TrustS
     assert not store.trusts(PI)
 
 
-def test_who_asks_during_a_change_is_answered_from_what_stands_in_the_file(
-    store: TrustStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_question_during_a_change_is_answered_from_the_file(store: TrustStore, monkeypatch: pytest.MonkeyPatch):
     """The event loop asks while a thread waits for the disk."""
     answers: list[tuple[bool, bool]] = []
 
@@ -394,7 +392,7 @@ def left_behind(local: LocalTrust, **changes: object) -> Path:
     return path
 
 
-def test_what_a_dead_daemon_left_is_not_believed_and_is_removed(local: LocalTrust):
+def test_files_of_a_dead_daemon_are_ignored_and_removed(local: LocalTrust):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(30)
     path = left_behind(local, pid=ended.pid)
@@ -476,7 +474,7 @@ def test_a_folder_that_cannot_be_made_costs_a_line_and_nothing_else(tmp_path: Pa
         assert "have to be paired with" in caplog.text
 
 
-def test_what_is_stored_names_what_it_is(store: TrustStore, home: Path):
+def test_the_stored_file_has_version_and_role(store: TrustStore, home: Path):
     store.add(trusted_now("pi", PI, PAIRED))
     stored = msgspec.json.decode((home / "trust.json").read_bytes())
     assert stored["version"] == 2

@@ -22,7 +22,7 @@ def holding(lock: TurnLock, caller: str, held: list[str], end: asyncio.Event) ->
     return asyncio.create_task(hold())
 
 
-async def test_who_asks_for_much_waits_after_each_for_who_asks_for_little():
+async def test_a_caller_with_many_requests_waits_after_each_for_those_with_few():
     lock, held, end = TurnLock(), list[str](), asyncio.Event()
     tasks = [holding(lock, each, held, end) for each in ("a1", "a2", "a3", "a4", "b1", "b2", "c1")]
     await step()
@@ -33,7 +33,7 @@ async def test_who_asks_for_much_waits_after_each_for_who_asks_for_little():
     assert not lock.is_held
 
 
-async def test_who_leaves_passes_on_what_was_given_just_now():
+async def test_a_caller_that_leaves_passes_on_the_lock_it_just_got():
     lock, held, end = TurnLock(), list[str](), asyncio.Event()
     first, left, given, last = (holding(lock, each, held, end) for each in ("a1", "b1", "c1", "d1"))
     await step()

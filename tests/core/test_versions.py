@@ -22,7 +22,7 @@ OWN = Versions(primad="0.2.0", protocol=4, oldest=4)
     ("marks", "how"),
     [("uv-receipt.toml", "uv"), ("pipx_metadata.json", "pipx")],
 )
-def test_who_installed_primad_is_seen_by_what_was_left(tmp_path: Path, marks: str, how: Installer) -> None:
+def test_the_installer_of_primad_is_recognised_by_its_files(tmp_path: Path, marks: str, how: Installer) -> None:
     (tmp_path / marks).touch()
     assert installer(tmp_path) == how
     assert installer(DEB_PREFIX) == "deb"
@@ -37,7 +37,7 @@ def test_who_installed_primad_is_seen_by_what_was_left(tmp_path: Path, marks: st
         ("checkout", "git checkout v0.3.0 && ./tools/setup"),
     ],
 )
-def test_the_older_device_is_told_what_to_type(how: Installer, typed: str) -> None:
+def test_the_older_device_gets_the_command_to_update(how: Installer, typed: str) -> None:
     printed = version_gap("mini", "desk", "0.3.0", 5, OWN, how)
     assert printed.startswith("desk runs primad 0.3.0 (protocol 5), mini runs 0.2.0 (protocol 4), and ")
     assert printed.endswith(f"; on mini type: {typed}")

@@ -48,7 +48,7 @@ def test_many_strangers_are_not_named_and_one_more_is_no_news():
     assert line(shell) == said
 
 
-def test_a_device_that_refused_is_told_with_its_reason():
+def test_a_device_that_refused_is_shown_with_its_reason():
     shell = head(1)
     shell.notify(m.Seen("ada", True))
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile"
@@ -56,7 +56,7 @@ def test_a_device_that_refused_is_told_with_its_reason():
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, but it works for another head"
 
 
-def test_nothing_is_said_once_they_are_there():
+def test_no_line_is_shown_once_they_are_there():
     shell = head(1)
     shell.notify(m.Seen("ada", True))
     shell.notify(m.Welcomed("ada"))
@@ -66,5 +66,5 @@ def test_nothing_is_said_once_they_are_there():
     assert shell.candidates == {"ada"}
 
 
-def test_who_takes_whoever_is_there_waits_for_nobody():
+def test_a_head_without_wanted_devices_waits_for_nobody():
     assert waiting_line(Shell.start().state, (), 6.0, 0.0) is None

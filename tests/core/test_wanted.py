@@ -18,7 +18,7 @@ def wanted(*messages, next_ping=1):
     return table
 
 
-def test_of_each_thing_the_last_message_is_asked_again():
+def test_only_the_last_message_of_each_kind_is_sent_again():
     introduced = [Introduce(devices=[], revoked=revoked) for revoked in (["a"], ["b"])]
     table = wanted(introduced[0], a_load(3), a_load(4), Link(epoch=3, **KEYS), Release(epoch=4), a_load(5))
     table.ask(introduced[1], 2)
@@ -28,7 +28,7 @@ def test_of_each_thing_the_last_message_is_asked_again():
     assert table.ask_again(3) == again, "whichever of two resets lost it"
 
 
-def test_what_is_no_state_is_not_asked_again():
+def test_a_message_without_state_is_not_sent_again():
     assert wanted(Ping(status=True)).ask_again(1) == []
 
 

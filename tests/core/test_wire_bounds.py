@@ -87,7 +87,7 @@ def test_every_message_has_a_bound_in_bytes():
                 decode(body)
 
 
-def test_what_no_head_says_is_small_enough_to_be_skipped_in_a_moment():
+def test_messages_that_no_head_sends_are_small_enough_to_be_skipped_quickly():
     """A message of unknown fields is parsed to its end, in the event loop that everything shares."""
     tags = {str(message.tag) for message in of(WorkerMessage)}
     assert max(messages.LARGE_BYTES.get(tag, messages.USUAL_BYTES) for tag in tags) == messages.MAX_STATES_BYTES
@@ -155,7 +155,7 @@ def test_a_plan_for_which_no_device_has_memory_is_refused(changes):
 
 
 @pytest.mark.parametrize("union", [pairing.Start | pairing.Prove, pairing.Answer | pairing.Accept | pairing.Refuse])
-def test_what_a_stranger_says_in_pairing_is_bounded(union):
+def test_messages_of_a_stranger_in_pairing_are_bounded(union):
     for message in of(union):
         for place, kind in types_of(message, message.cls.__name__):
             assert not isinstance(kind, inspect.CollectionType | inspect.DictType), place

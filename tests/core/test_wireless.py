@@ -21,7 +21,7 @@ def interface(folder: Path, name: str, state: str, *entries: str) -> None:
     [("up", "down", True), ("up", None, True), ("up", "up", False), ("down", "up", False), ("down", "down", False)],
 )
 @pytest.mark.parametrize("mark", ["wireless", "phy80211"])
-def test_wifi_is_the_way_to_others_where_no_cable_is_in(tmp_path, wifi, cable, expected, mark):
+def test_wifi_counts_as_the_link_where_no_cable_is_plugged_in(tmp_path, wifi, cable, expected, mark):
     interface(tmp_path, "lo", "unknown")
     interface(tmp_path, "docker0", "up", "bridge")
     interface(tmp_path, "wlan0", wifi, "device", mark)
@@ -30,7 +30,7 @@ def test_wifi_is_the_way_to_others_where_no_cable_is_in(tmp_path, wifi, cable, e
     assert is_wireless(tmp_path) is expected
 
 
-def test_a_machine_that_does_not_tell_counts_as_wired(tmp_path):
+def test_a_machine_without_that_information_counts_as_wired(tmp_path):
     assert not is_wireless(tmp_path / "nowhere")
     (tmp_path / "wlan0" / "device").mkdir(parents=True)  # without a state
     assert not is_wireless(tmp_path)
