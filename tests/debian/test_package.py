@@ -184,7 +184,7 @@ def steps() -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def test_the_commands_of_the_manual_lead_from_the_package_to_the_answer_of_a_ring_of_three(
+def test_the_commands_of_the_manual_lead_from_the_package_to_a_response_of_a_ring_of_three(
     debian: Path, shared: Path, tmp_path: Path
 ) -> None:
     serving: Running | None = None

@@ -23,7 +23,7 @@ from primad.gguf.header import read_header
 from primad.ring.head import log_softmax
 from tests.e2e.cluster import PATIENCE_S, command_of, ring, wait_until
 from tests.lazily import Lazily
-from tests.shell.test_picture_rows import prompt_of, write_seeing
+from tests.shell.test_pictures_exact import prompt_of, write_seeing
 from tools.lab.encoders import FAMILIES
 from tools.lab.local_ring import LocalRing
 from tools.lab.mmproj import Eye, noise, tone

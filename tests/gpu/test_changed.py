@@ -47,7 +47,7 @@ def test_adapters(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt-oss"])
-def test_other_angles(architecture, tmp_path):
+def test_windows_and_whole_models_have_the_same_logits_with_rope_scaling(architecture, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     rope = Rope(scaling="yarn", freq_scale=0.125, yarn_orig_ctx=32, freq_base=20_000.0)

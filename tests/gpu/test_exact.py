@@ -139,7 +139,7 @@ def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mix
     within(whole, windows)
 
 
-def test_with_no_layer_offloaded_logits_are_those_of_a_build_without_gpu(tmp_path):
+def test_without_gpu_layers_logits_equal_those_of_a_build_without_gpu(tmp_path):
     """This includes prompts of more than 32 tokens, which llama.cpp by default computes on the GPU."""
     models = {name: tmp_path / f"{name}.gguf" for name in EVERY_KIND if name != LITE}
     for name, model in models.items():

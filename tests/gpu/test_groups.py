@@ -24,7 +24,7 @@ WORKER_THREADS = 5
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "qwen35", "deepseek2"])
-def test_a_share_on_a_gpu_beside_one_on_the_processor_gives_the_whole_models_logits(architecture, rank, gpu, tmp_path):
+def test_a_share_on_a_gpu_and_one_on_the_cpu_give_the_whole_models_logits(architecture, rank, gpu, tmp_path):
     """The logits differ at most twice as much as the whole model's between CPU and GPU."""
     synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32")
     header, options = read_header(tmp_path / "model.gguf"), replace(OPTIONS, gpu=gpu.id)

@@ -139,12 +139,12 @@ def test_windows(smollm2, printed, gpu, on_gpu, prefill_offload, tmp_path):
     check(taken_bytes(printed, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
 
 
-def test_a_window_without_layers_there_takes_nothing(smollm2, printed, gpu, tmp_path):
+def test_a_window_without_gpu_layers_takes_no_gpu_memory(smollm2, printed, gpu, tmp_path):
     Route(read_header(smollm2), [0, 10, 20, 30], tmp_path).release()
     assert taken_bytes(printed, gpu) == 0
 
 
-def test_experts_on_the_cpu_take_nothing_there(printed, gpu, tmp_path):
+def test_experts_on_the_cpu_take_no_gpu_memory(printed, gpu, tmp_path):
     """They have 53 MB in each layer: on the GPU, windows would exceed the plan by 320 MB."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen3moe", width=512, expert_feed_forward=1024, experts=32, layers=6)
@@ -157,7 +157,7 @@ def test_experts_on_the_cpu_take_nothing_there(printed, gpu, tmp_path):
     check(taken_bytes(printed, gpu), planned)
 
 
-def test_adapters_lie_beside_their_layers(printed, gpu, tmp_path):
+def test_adapters_take_gpu_memory_next_to_their_layers(printed, gpu, tmp_path):
     """They have 63 MB in each layer: without them in the plan, a window would exceed it by 126 MB."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, layers=6, is_empty=True, width=2048, heads=32, head_width=64, feed_forward=8192)
@@ -176,7 +176,7 @@ def test_adapters_lie_beside_their_layers(printed, gpu, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "qwen3moe", "starcoder2"])
-def test_without_flash_attention_scores_are_there(family, printed, gpu, tmp_path):
+def test_without_flash_attention_scores_take_the_planned_memory(family, printed, gpu, tmp_path):
     """Attention without flash attention, as for heads that a backend does not support."""
     header = write_family(tmp_path / "model.gguf", family)
     work = replace(WORK, context_tokens=2048, chunk_rows=256, flash=False)
@@ -232,5 +232,5 @@ def test_small_caches_of_sliding_windows(family, printed, gpu, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen35", "nemotron_h"])
-def test_states_that_are_taken_back(family, printed, gpu, tmp_path):
+def test_states_with_rollback_take_the_planned_memory(family, printed, gpu, tmp_path):
     check_family(family, replace(OF_FAMILIES.get(family, WIDE), rollback=3), printed, gpu, tmp_path)

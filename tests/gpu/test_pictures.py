@@ -16,7 +16,7 @@ def values(picture):
 
 
 @pytest.mark.parametrize(("kind", "architecture"), [("gemma3", "gemma3"), ("qwen2vl_merger", "qwen2vl")])
-async def test_a_gpu_makes_the_rows_of_a_processor_but_for_their_last_bits(kind, architecture, gpu, tmp_path):
+async def test_a_gpu_encodes_pictures_as_the_cpu_does_except_for_the_last_bits(kind, architecture, gpu, tmp_path):
     shape = write_model(tmp_path / "model.gguf", architecture=architecture)
     write_encoder(tmp_path / "encoder.gguf", kind, shape.width)
     found = []

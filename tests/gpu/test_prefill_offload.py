@@ -15,7 +15,7 @@ OFFLOADED = tuple(
 
 
 @pytest.mark.parametrize("batching", ["auto", "exact"])
-def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching):
+def test_a_ring_with_prefill_offload_serves(smollm2, new_home, cluster, gpu, batching):
     homes = new_home("head"), new_home("lap")
     with (
         measured(gpu, homes[1], WORKER_THREADS, OFFLOADED),

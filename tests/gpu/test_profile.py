@@ -73,7 +73,7 @@ def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
     assert without.cpu == found.cpu, "measured once"
 
 
-def test_how_it_helps_is_measured_or_it_does_not(tmp_path, gpu):
+def test_prefill_offload_is_measured_or_left_out(tmp_path, gpu):
     found = measure_gpu(tmp_path, gpu, 1, Effort(seconds=20.0, types=TYPES[:1]))
     if isinstance(found, str):
         assert LEFT_OUT_FIGURES in found, found
@@ -89,7 +89,7 @@ def test_without_a_driver_there_is_no_gpu(home, tmp_path):
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_driver_that_fails_costs_no_device(home, tmp_path, fault, gpu):
+def test_a_failing_driver_costs_no_device(home, tmp_path, fault, gpu):
     if gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} asks no Vulkan driver")
     output, found = profile(home, tmp_path, "--quick", **broken_driver(tmp_path, fault))

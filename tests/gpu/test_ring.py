@@ -62,9 +62,9 @@ def test_experts_are_on_the_gpu_or_not(answers, place):
     assert ("experts of" in output) == (place == "cpu"), output
 
 
-def test_adapters_and_other_angles(answers):
+def test_adapters_and_rope_scaling_serve(answers):
     answers("llama", "--rope-freq-base", 20_000, changed=("attn_q.weight", "attn_v.weight", "ffn_down.weight"))
 
 
-def test_layers_that_keep_nothing(answers):
+def test_layers_without_kv_cache_serve(answers):
     answers("deci")

@@ -34,38 +34,38 @@ def _on_gpu(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", test_kv_exact.KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek2"])
-def test_cells_go_to_windows_of_another_cut(architecture, kind, tmp_path):
+def test_kv_cells_restore_into_windows_of_another_cut(architecture, kind, tmp_path):
     header = written(tmp_path, architecture, **WIDE)
     judge(header, tmp_path, kind, 3, cut_into(header, tmp_path, ([0, 2, 4, 6], [0, 1, 5, 6])))
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path):
-    test_state_exact.test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path)
+def test_a_sequence_returns_to_a_saved_state(architecture, tmp_path):
+    test_state_exact.test_a_sequence_returns_to_a_saved_state(architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
-    test_state_exact.test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path)
+def test_kv_cells_and_a_state_restore_into_windows_of_another_cut(architecture, tmp_path):
+    test_state_exact.test_kv_cells_and_a_state_restore_into_windows_of_another_cut(architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", SLIDING)
-def test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architecture, tmp_path):
-    test_state_exact.test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architecture, tmp_path)
+def test_a_small_window_cache_returns_to_its_saved_kv_cells(architecture, tmp_path):
+    test_state_exact.test_a_small_window_cache_returns_to_its_saved_kv_cells(architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", SLIDING)
-def test_blocks_of_a_small_cache_go_to_windows_of_another_cut(architecture, tmp_path):
-    test_state_exact.test_blocks_of_a_small_cache_go_to_windows_of_another_cut(architecture, True, tmp_path)
+def test_blocks_of_a_small_cache_restore_into_windows_of_another_cut(architecture, tmp_path):
+    test_state_exact.test_blocks_of_a_small_cache_restore_into_windows_of_another_cut(architecture, True, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", [*HYBRIDS, *SLIDING])
-def test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path):
-    test_state_exact.test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path)
+def test_a_copy_resumes_from_a_saved_state(architecture, tmp_path):
+    test_state_exact.test_a_copy_resumes_from_a_saved_state(architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_drafts_that_did_not_hold_are_taken_back_from_states(architecture, tmp_path):
+def test_rejected_drafts_are_rolled_back_from_states(architecture, tmp_path):
     header = written(tmp_path, architecture)
     chunks, expected = whole_logits(header, layer_count(header))
     route = Route(header, cuts_of(header)[0], tmp_path, msgspec.structs.replace(OPTIONS, rollback=len(WRONG)))
@@ -79,7 +79,7 @@ def test_drafts_that_did_not_hold_are_taken_back_from_states(architecture, tmp_p
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "glm4moe"])
-def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+def test_a_layer_for_multi_token_prediction_drafts_after_a_tail_as_after_the_whole_model(
     architecture, tmp_path, monkeypatch
 ):
     """The whole model here also has the multi-token prediction layer: its last regular layer then computes all tokens
@@ -90,6 +90,6 @@ def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_w
         return WholeModel(*arguments, **options | {"predicts": True})
 
     monkeypatch.setattr(test_cut_exact, "WholeModel", predicting)
-    test_cut_exact.test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+    test_cut_exact.test_a_layer_for_multi_token_prediction_drafts_after_a_tail_as_after_the_whole_model(
         architecture, tmp_path, monkeypatch
     )

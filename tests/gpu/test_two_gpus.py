@@ -62,7 +62,7 @@ def reported(twice, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_windows_split_over_two_compute_what_one_does(architecture, reported):
+def test_windows_split_over_two_gpus_compute_the_same_as_on_one(architecture, reported):
     found = reported[architecture]
     assert found["both"]["logits"] == found["one"]["logits"]
     assert found["the other"]["logits"] == found["one"]["logits"]
@@ -70,7 +70,7 @@ def test_windows_split_over_two_compute_what_one_does(architecture, reported):
 
 @pytest.mark.parametrize("where", ["one", "both", "the other"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_each_takes_what_was_planned_of_it(architecture, where, reported):
+def test_each_gpu_takes_its_planned_memory(architecture, where, reported):
     taken, planned = (reported[architecture][where][name] for name in ("taken", "planned"))
     for gpu, size in planned.items():
         assert abs(taken.get(gpu, 0.0) - size) <= 3 * MAX_OFF, f"{gpu}: {taken} of {planned}"
@@ -105,7 +105,7 @@ def layers_by_gpu(head: Head) -> dict[str, int]:
     return {each["id"]: each["layers"] for each in worker["gpus"]}
 
 
-def test_a_ring_on_two_gpus_answers_as_on_one(ring, twice, other):
+def test_a_ring_on_two_gpus_gives_the_text_of_one(ring, twice, other):
     with ring(2 * SOME_LAYERS_BYTES, []) as (head, _):
         on_one, alone = gpu_layers(head), ask(head)
     with ring(SOME_LAYERS_BYTES, [other], **twice) as (head, _):
@@ -114,7 +114,7 @@ def test_a_ring_on_two_gpus_answers_as_on_one(ring, twice, other):
         assert (ask(head).text, alone.error) == (alone.text, None)
 
 
-def test_a_gpu_that_is_gone_leaves_the_other(ring, twice, other):
+def test_a_vanished_gpu_leaves_the_other_in_use(ring, twice, other):
     """The worker's profile has both GPUs."""
     if not twice:
         pytest.skip("real GPUs stay where they are")
@@ -125,7 +125,7 @@ def test_a_gpu_that_is_gone_leaves_the_other(ring, twice, other):
         assert (answer.finish, answer.error) == ("length", None), head.run.output
 
 
-def test_a_gpu_that_is_lost_in_a_response_leaves_the_other(ring, twice, other, tmp_path):
+def test_a_gpu_lost_during_a_response_leaves_the_other_in_use(ring, twice, other, tmp_path):
     """The driver ends the ring process each time, and nothing names the lost GPU."""
     if not twice:
         pytest.skip("real GPUs stay where they are")

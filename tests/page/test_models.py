@@ -26,7 +26,7 @@ def opened_by_owner(open_page, url: str) -> Page:
     return page
 
 
-def test_a_model_is_chosen_loads_before_its_answer_and_stays_chosen(open_page, serious):
+def test_a_model_is_chosen_loads_before_its_response_and_stays_chosen(open_page, serious):
     models = two()
     models.gates["two"] = asyncio.Event()
     with served(without_model(), models=models, timings=QUICK) as url:
@@ -44,7 +44,7 @@ def test_a_model_is_chosen_loads_before_its_answer_and_stays_chosen(open_page, s
         expect(page.locator(".message.assistant .text").last).to_have_text("I am one")
 
 
-def test_everybody_loads_and_unloads_and_sees_what_a_model_takes(open_page, serious):
+def test_everybody_can_load_and_unload_models_and_see_their_memory(open_page, serious):
     models = two()
     models.change("two", memory_bytes={"desk": 2_000_000_000})
     with served(without_model(), models=models, timings=QUICK) as url:
@@ -87,7 +87,7 @@ def test_the_owner_downloads_and_deletes(open_page, serious):
     assert (models.pulled, models.deleted) == (["owner/repo:Q4_K_M"], ["two"])
 
 
-def test_a_head_of_one_model_shows_none_of_it(open_page):
+def test_a_head_of_one_model_hides_the_choice_of_models(open_page):
     with served(backend_of("one", template=PLAIN), timings=QUICK) as url:
         page = open_page(url)
         expect(page.locator("#model-line")).to_contain_text("one")

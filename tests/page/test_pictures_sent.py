@@ -46,7 +46,7 @@ def test_pictures_are_added_shown_with_their_cost_and_sent(open_page):
         expect(page.locator(".message.user img")).to_have_count(2)
 
 
-def test_without_an_encoder_the_page_says_what_is_missing(open_page):
+def test_without_an_encoder_the_page_names_the_missing_file(open_page):
     backend = answering("Noise.")
     backend.served = replace(backend.served, lacks_encoder="put mmproj.gguf beside it")
     with served(backend) as url:
@@ -55,7 +55,7 @@ def test_without_an_encoder_the_page_says_what_is_missing(open_page):
         expect(page.locator(".attached .failed")).to_contain_text("put mmproj.gguf beside it")
 
 
-def test_sounds_are_chosen_or_recorded_where_the_model_hears_heard_again_removed_and_sent(open_page):
+def test_audio_is_chosen_or_recorded_played_removed_and_sent_if_the_model_takes_it(open_page):
     backend = answering("A beep.")
     backend.served = replace(backend.served, sees=True)
     with served(backend) as url:

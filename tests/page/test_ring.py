@@ -52,7 +52,7 @@ def revoke(page: Page, name: str) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
 
 
-def test_it_loads_and_chats(owned, serious):
+def test_the_page_loads_and_chats(owned, serious):
     page = owned()
     page.get_by_label("Settings").first.click()
     page.get_by_label("Temperature").fill("0")
@@ -64,7 +64,7 @@ def test_it_loads_and_chats(owned, serious):
     assert serious(page) == []
 
 
-def test_the_ring_is_what_the_status_says(devices, owned, serious):
+def test_the_shown_ring_is_that_of_the_status(devices, owned, serious):
     head, _ = devices
     page = owned()
     say(page, "Write a long story about a lighthouse and its keeper.", maximum=300)
@@ -118,7 +118,7 @@ def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, modul
         expect(card).to_contain_text("primad devices revoke desk")
 
 
-def test_a_device_that_is_paused_leaves_the_ring_and_comes_back(owned):
+def test_a_paused_device_leaves_the_ring_and_returns_when_resumed(owned):
     page = owned()
     page.get_by_role("tab", name="Devices").click()
     page.get_by_role("article", name="mini").get_by_role("button", name="Pause").click()
@@ -131,7 +131,7 @@ def test_a_device_that_is_paused_leaves_the_ring_and_comes_back(owned):
     expect(page.get_by_role("article", name="mini")).to_be_visible()
 
 
-def test_a_device_that_dies_is_seen_to_die_and_the_answer_goes_on(devices, owned):
+def test_a_dead_device_is_shown_as_lost_and_the_response_continues(devices, owned):
     _, workers = devices
     page = owned()
     say(page, "Write a long story about a lighthouse and its keeper.", maximum=400)

@@ -28,7 +28,7 @@ at_both_widths = pytest.mark.parametrize("screen", [PHONE, DESK], ids=["390", "1
 
 
 @pytest.mark.parametrize("screen", [PHONE, TABLET], ids=["390", "1280"])
-def test_a_deletion_is_seen_before_a_finger_and_taken_back(open_page, serious, screen):
+def test_a_deletion_is_visible_on_a_touch_screen_and_can_be_undone(open_page, serious, screen):
     with served(answering("Hi")) as url:
         page = open_page(url, **screen)
         keep_chats(page, ["first", "one"], ["second", "two"])
@@ -49,7 +49,7 @@ def test_a_deletion_is_seen_before_a_finger_and_taken_back(open_page, serious, s
         assert page.locator(".chats li").all_text_contents() == ["first", "second"]
 
 
-def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(open_page):
+def test_a_conversation_deleted_during_a_response_stays_deleted(open_page):
     with served(answering("word", asyncio.Event())) as url:
         page = open_page(url)
         say(page, "Tell me a story")
@@ -64,7 +64,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(open_
 
 @at_both_widths
 @pytest.mark.parametrize("ends", [None, RingError("the ring broke")], ids=["well", "badly"])
-def test_who_reads_above_stays_there_when_an_answer_ends_and_sees_how(open_page, screen, ends):
+def test_a_scrolled_up_view_stays_in_place_when_a_response_ends_and_shows_its_error(open_page, screen, ends):
     event = asyncio.Event()
     backend = answering("word", event, *([ends] if ends else ["!"]))
     with served(backend) as url:
@@ -116,7 +116,7 @@ WRITTEN = (
 
 
 @at_both_widths
-def test_formulas_tasks_images_and_tables_of_an_answer_survive(open_page, serious, screen):
+def test_formulas_tasks_images_and_tables_of_a_response_are_rendered(open_page, serious, screen):
     with served(answering(WRITTEN)) as url:
         page = open_page(url, **screen)
         asked = list[str]()
@@ -151,7 +151,7 @@ def lines_of_words(cells: Locator) -> list[int]:
 
 
 @at_both_widths
-def test_a_wrong_key_is_said_in_its_dialog(open_page, serious, screen):
+def test_a_wrong_key_is_reported_in_its_dialog(open_page, serious, screen):
     with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
         page = open_page(url, **screen)
         dialog = page.get_by_role("dialog")

@@ -98,7 +98,7 @@ asgi._get_portal = Here
 
 @SCHEMA.parametrize()
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_as_the_document_says(case: schemathesis.Case) -> None:
+def test_every_response_matches_the_openapi_document(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})
 
 
@@ -106,5 +106,5 @@ def test_every_answer_is_as_the_document_says(case: schemathesis.Case) -> None:
 @settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
-def test_answers_to_bodies_that_were_all_tried_elsewhere_are_too(case: schemathesis.Case) -> None:
+def test_responses_to_bodies_that_are_all_tried_elsewhere_match_too(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})

@@ -81,7 +81,7 @@ async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S
     return await asyncio.to_thread(ask, home, request, timeout_s)
 
 
-async def test_every_request_gets_its_answer(tmp_path):
+async def test_every_request_gets_its_reply(tmp_path):
     async with answering(tmp_path):
         for request in (OpenPairing(), Leave(), Pause(), Resume(), Describe()):
             assert await asked(tmp_path, request) == ANSWERS[type(request)]
@@ -89,7 +89,7 @@ async def test_every_request_gets_its_answer(tmp_path):
     assert not note_path(tmp_path).exists()
 
 
-async def test_a_failure_of_the_daemon_is_a_refusal_and_it_goes_on(tmp_path):
+async def test_a_failure_of_the_daemon_is_a_refusal_and_the_daemon_continues(tmp_path):
     async def handler(request: AdminRequest) -> AdminReply:
         if isinstance(request, Pause):
             raise ConfigError("paused.json: cannot be written")
@@ -110,7 +110,7 @@ async def test_a_request_that_takes_too_long_is_a_refusal(tmp_path):
         assert "timed out after 0.01 s" in answer.reason
 
 
-async def test_the_last_answer_of_a_daemon_that_ends_arrives(tmp_path):
+async def test_the_last_reply_of_an_ending_daemon_arrives(tmp_path):
     ended: list[bool] = []
     stop = asyncio.Event()
 
@@ -132,7 +132,7 @@ async def test_the_last_answer_of_a_daemon_that_ends_arrives(tmp_path):
     assert ended
 
 
-def test_without_a_daemon_the_error_says_what_to_start(tmp_path):
+def test_without_a_daemon_the_error_names_the_commands_that_start_one(tmp_path):
     with pytest.raises(ClusterError, match=r"^--home .*: no primad runs with this folder; start 'primad join' or"):
         ask(tmp_path, Describe())
     assert not list(tmp_path.iterdir()), "asking leaves nothing behind"
@@ -170,19 +170,19 @@ def test_a_clock_that_was_set_makes_no_daemon_stale(tmp_path):
         {"port": "x"},
     ],
 )
-def test_a_note_of_a_daemon_that_is_gone_counts_as_none(tmp_path, changes):
+def test_a_note_of_a_dead_daemon_is_ignored(tmp_path, changes):
     note(tmp_path, **changes)
     assert not is_running(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"{}", b"0" * (2 << 20)])
-def test_a_damaged_note_counts_as_none(tmp_path, content):
+def test_a_damaged_note_is_ignored(tmp_path, content):
     (tmp_path / "run").mkdir()
     note_path(tmp_path).write_bytes(content)
     assert not is_running(tmp_path)
 
 
-def test_a_daemon_that_does_not_answer_is_one_clear_error(tmp_path):
+def test_an_unresponsive_daemon_is_one_clear_error(tmp_path):
     load_identity(tmp_path)
     with socket.socket() as silent:
         silent.bind((LOOPBACK, 0))
@@ -193,7 +193,7 @@ def test_a_daemon_that_does_not_answer_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no mode bits")
-async def test_the_note_is_its_owners_alone(tmp_path):
+async def test_only_the_owner_can_read_the_note(tmp_path):
     async with answering(tmp_path):
         assert stat.S_IMODE(note_path(tmp_path).stat().st_mode) == 0o600
         assert load_identity(tmp_path).secret not in note_path(tmp_path).read_text()
@@ -236,7 +236,7 @@ async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x81\xa4type\xa5Dance"], [b"a", b"b"], [bytes(100_000)]])
-async def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
+async def test_garbage_is_refused_and_the_daemon_continues(tmp_path, frames):
     async with answering(tmp_path):
         identity = load_identity(tmp_path)
         context = zmq.asyncio.Context()

@@ -17,7 +17,7 @@ def python(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_ring_process_loads_nothing_that_it_does_not_use():
+def test_a_ring_process_loads_only_modules_that_it_uses():
     heavy = {
         "jinja2",
         "diskcache",
@@ -35,7 +35,7 @@ def test_a_ring_process_loads_nothing_that_it_does_not_use():
     assert {"llama_cpp.llama_cpp", "gguf.constants"} <= set(loaded)
 
 
-def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
+def test_a_waiting_worker_loads_no_arrays_no_web_server_and_no_solver():
     heavy = {"numpy", "llama_cpp", "fastapi", "uvicorn", "pydantic", "pulp", "highspy", "halda.search", "spake2"}
     loaded = python("import sys, primad.worker.join; print(' '.join(sys.modules))").split()
     assert heavy.isdisjoint(loaded)
@@ -49,7 +49,7 @@ def test_a_command_loads_no_arrays_no_network_and_no_model():
     assert "primad.cli.chat" in loaded
 
 
-def test_the_whole_packages_are_there_for_who_imports_them_later():
+def test_later_imports_get_the_whole_packages():
     program = """
 import primad.engine.llama.model as ours
 from primad.gguf.constants import GGMLQuantizationType
@@ -74,7 +74,7 @@ print("the same")
     assert python(program) == "the same\n"
 
 
-def test_a_package_that_is_not_there_is_missed_as_ever():
+def test_a_missing_package_raises_the_usual_error():
     with pytest.raises(ModuleNotFoundError, match="no_such_package"), without_top("no_such_package"):
         import no_such_package  # noqa: F401
     assert "no_such_package" not in sys.modules
@@ -111,7 +111,7 @@ print(held_bytes([os.getpid()]) - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself")
-def test_what_an_ended_model_leaves_goes_back_to_the_system():
+def test_the_memory_of_an_ended_model_returns_to_the_system():
     program = """
 import os
 from primad.system.allocator import give_back_freed, keep_little_freed, keep_what_is_loaded
@@ -133,7 +133,7 @@ print(held_bytes([os.getpid()]) - before)
     assert int(python(program)) < 2 << 20
 
 
-def test_what_a_daemon_has_loaded_is_not_looked_through_again_while_it_answers():
+def test_the_garbage_collector_skips_objects_that_a_daemon_loaded_at_its_start():
     program = """
 import gc
 from primad.daemon.run import run

@@ -83,7 +83,7 @@ def test_systems_take_turns_and_the_first_round_does_not_count(tmp_path, capsys)
     assert "a: 1.5 (1 to 2) (wanted: at most 1.5)" in capsys.readouterr().out
 
 
-def test_the_command_fails_for_a_row_that_failed_and_for_an_early_end_and_keeps_what_there_is(tmp_path, capsys):
+def test_the_command_fails_for_a_failed_row_and_for_an_early_end_and_saves_the_rows_so_far(tmp_path, capsys):
     kept = tmp_path / "turns.json"
     assert execute("turns", BENCH, options("--rounds", "1", "--fails")) == 1
     assert execute("turns", BENCH, options("--rounds", "1", "--ends", "--json", str(kept))) == 1
@@ -91,7 +91,7 @@ def test_the_command_fails_for_a_row_that_failed_and_for_an_early_end_and_keeps_
     assert "tools/bench turns: error: no cgroups" in capsys.readouterr().err
 
 
-def test_figures_stand_beside_those_of_the_same_name_that_were_kept(tmp_path, capsys):
+def test_figures_are_shown_next_to_saved_ones_of_the_same_name(tmp_path, capsys):
     kept = tmp_path / "turns.json"
     execute("turns", BENCH, options("--rounds", "1", "--json", str(kept)))
     execute("turns", BENCH, options("--rounds", "2", "--against", str(kept)))
@@ -101,7 +101,7 @@ def test_figures_stand_beside_those_of_the_same_name_that_were_kept(tmp_path, ca
         execute("turns", BENCH, options("--against", str(kept)))
 
 
-async def test_what_a_part_loads_is_gone_at_its_end_and_the_rest_is_there(tmp_path):
+async def test_resources_of_a_part_end_with_it_and_the_others_stay(tmp_path):
     its = Run("turns", BENCH, options())
     async with its.stack:
         whole = its.folder(tmp_path)
@@ -133,7 +133,7 @@ def test_a_table_shows_the_columns_of_a_row_by_their_format():
     }
 
 
-def test_what_stood_beside_each_other_is_judged_by_the_ratios_of_its_runs_and_fails_where_texts_differ():
+def test_a_comparison_is_judged_by_the_ratios_of_its_runs_and_fails_if_texts_differ():
     row = Compared(
         model="m", case="mtp", devices=2, what="tokens/s", found=[5.0, 30.0], beside=[10.0, 20.0], at_least=1.6
     )

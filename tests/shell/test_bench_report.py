@@ -32,7 +32,7 @@ def write(folder: Path, bench: str, *figures: Figure, busy: float = 0.0) -> None
     (folder / f"{bench}.json").write_text(json.dumps(content))
 
 
-def test_a_figure_has_its_spread_and_what_falls_short_is_bold(tmp_path):
+def test_a_figure_has_its_spread_and_is_bold_if_it_falls_short(tmp_path):
     write(
         tmp_path,
         "ring",
@@ -50,7 +50,7 @@ def test_a_figure_has_its_spread_and_what_falls_short_is_bold(tmp_path):
     assert made.endswith("Failed: memory.")
 
 
-def test_what_is_written_takes_the_place_of_what_stood_between_the_marks():
+def test_new_text_replaces_the_text_between_the_marks():
     once = between(f"before\n{BEGIN}\nold\n{END}\nafter\n", BEGIN, END, "\n\nnew\n\n")
     assert once == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     assert between(once, BEGIN, END, "\n\nnewer\n\n") == once.replace("new", "newer")

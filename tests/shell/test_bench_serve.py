@@ -21,7 +21,7 @@ def judged(rows: list[Served]) -> dict[str, tuple[float, float | None]]:
     return {each.what: (each.value, each.at_least) for each in Served.figures(rows)}
 
 
-def test_two_devices_are_compared_with_twice_one_and_four_answers_with_one():
+def test_two_devices_are_compared_with_twice_one_and_four_streams_with_one():
     rows = [served(1, 1, 10, 20), served(1, 4, 11, 11), served(2, 1, 10, 10), served(2, 4, 18, 40)]
     reported = "m: ring of {}, 4 streams, of {}".format
     assert judged(rows) == {
@@ -35,7 +35,7 @@ def other(*rates: float, streams: int = 1, **changes: object) -> Served:
     return served(1, streams, *rates, **{"system": "llama-server", "first_s": [1, 1], "whole_s": [9, 9], **changes})
 
 
-def test_processes_of_one_machine_are_compared_with_the_other_server_that_has_the_same_extra_buffers():
+def test_processes_of_one_machine_are_compared_with_the_other_server_with_the_same_extra_buffers():
     rows = [
         served(2, 1, 10, 20, first_s=[2, 3], extra_buffers="on"),
         served(2, 4, 30, 30, first_s=[3, 3], extra_buffers="off"),
@@ -56,7 +56,7 @@ def test_processes_of_one_machine_are_compared_with_the_other_server_that_has_th
     assert [each.at_most for each in Served.figures(rows)] == [None, None, None, 1.2]
 
 
-def test_who_chooses_its_extra_buffers_is_judged_by_the_time_of_requests():
+def test_an_automatic_choice_of_extra_buffers_is_judged_by_the_time_of_requests():
     rows = [
         served(1, 1, 10, 10, whole_s=[6, 8], extra_buffers="auto"),
         served(1, 1, 10, 10, first_s=[1, 1], whole_s=[5, 5], extra_buffers="on"),
@@ -74,7 +74,7 @@ def test_who_chooses_its_extra_buffers_is_judged_by_the_time_of_requests():
     }
 
 
-def test_without_the_system_that_it_is_compared_with_there_is_no_ratio():
+def test_without_the_reference_system_there_is_no_ratio():
     assert judged([served(3, 4, 45), served(2, 4, 18)]) == {}
 
 

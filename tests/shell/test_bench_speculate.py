@@ -14,7 +14,7 @@ from tools.lab.drafted import RANDOM, USUAL, samplers
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, USUAL, RANDOM])
-def test_a_server_draws_as_a_ring_does(sampling):
+def test_a_server_samples_as_a_ring_does(sampling):
     served = TextModel(id="toy", created=0, context_tokens=100, vocabulary=ByteVocabulary())
     asked = samplers(sampling)
     found = sampling_of(RawCompletionRequest(prompt=[1], **asked), served, seed=sampling.seed, grammar=None)

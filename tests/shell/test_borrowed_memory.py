@@ -32,7 +32,7 @@ class Anywhere:
 
 
 @linux
-def test_a_neighbour_says_how_often_it_took_memory() -> None:
+def test_a_neighbour_reports_how_often_it_took_memory() -> None:
     group = Anywhere()
     with Neighbour(group, 1_000_000) as other:  # type: ignore[arg-type]
         assert group.pids
@@ -40,7 +40,7 @@ def test_a_neighbour_says_how_often_it_took_memory() -> None:
 
 
 @linux
-def test_a_neighbour_that_was_killed_is_no_quiet_one() -> None:
+def test_a_killed_neighbour_is_an_error_and_not_a_quiet_one() -> None:
     group = Anywhere()
     with Neighbour(group, 1_000_000) as other:  # type: ignore[arg-type]
         subprocess.run(["kill", "-9", str(group.pids[0])], check=True)
@@ -66,7 +66,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.parametrize(("before", "keep", "after"), [(False, False, False), (False, True, True), (True, False, True)])
-def test_only_a_model_that_was_not_there_is_removed(
+def test_only_a_model_that_was_missing_before_is_removed(
     tmp_path: Path, written: list[Path], before: bool, keep: bool, after: bool
 ) -> None:
     path = synthetic.model_path("deep-q4k", folder=tmp_path)

@@ -48,7 +48,7 @@ def compiler(tmp_path: Path) -> Path:
     )
 
 
-def test_a_build_says_how_far_it_is(tmp_path: Path, compiler: Path) -> None:
+def test_a_build_reports_its_progress(tmp_path: Path, compiler: Path) -> None:
     python = program(tmp_path / "python", PIP + 'touch "$2/llama_cpp_python-1.2.3-py3-none-any.whl"\n')
     ended = tool("build-llama", python, tmp_path / "out", CXX=str(compiler), PRIMAD_PROGRESS_S="0")
     assert ended.returncode == 0
@@ -107,13 +107,13 @@ def test_the_wheelhouse_has_a_kind_for_each_level_and_each_backend() -> None:
 @pytest.mark.parametrize(
     "arguments", [("--level", "x86-64-v9"), ("--level",), ("--all",)], ids=["level", "none", "option"]
 )
-def test_the_wheelhouse_names_what_it_does_not_know(arguments: tuple[str, ...]) -> None:
+def test_the_wheelhouse_names_unknown_arguments(arguments: tuple[str, ...]) -> None:
     ended = tool("wheelhouse", *arguments)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
     assert ended.stderr.startswith(f"wheelhouse: error: {' '.join(arguments)}: ")
 
 
-def test_set_up_refuses_a_wheel_that_is_another_one(tmp_path: Path) -> None:
+def test_set_up_refuses_a_different_wheel(tmp_path: Path) -> None:
     found = re.search(r'"llama-cpp-python==([\w.]+)"', (ROOT / "pyproject.toml").read_text())
     assert found is not None
     wheel = tmp_path / f"llama_cpp_python-{found[1]}-py3-none-any.whl"

@@ -90,7 +90,7 @@ def test_a_home_without_layers_is_no_error_and_stays_as_it_is(home, command):
     assert not home.exists()
 
 
-def test_list_shows_what_is_there_and_what_is_used(home, filled):
+def test_list_shows_cached_layers_and_which_are_in_use(home, filled):
     _, refs = filled
     with holding(home, refs[1]):
         lines = run(home, "list").splitlines()
@@ -110,7 +110,7 @@ def test_list_as_json(home, filled):
     assert set(reported["layers"][0]) == {"digest", "size_bytes", "used_s", "in_use"}
 
 
-def test_list_says_the_limit_and_what_is_on_its_way(home, filled, layers):
+def test_list_shows_the_limit_and_incomplete_layers(home, filled, layers):
     cache, _ = filled
     (home / "config.toml").write_text('max_disk = "5GB"\n')
     cache.remove(cache.layers()[:1])
@@ -121,7 +121,7 @@ def test_list_says_the_limit_and_what_is_on_its_way(home, filled, layers):
     assert "of incomplete layers" in text
 
 
-def test_verify_finds_nothing_in_a_whole_cache(home, filled):
+def test_verify_finds_no_damage_in_an_intact_cache(home, filled):
     assert run(home, "verify") == "3 layers hashed, all whole\n"
 
 
@@ -162,7 +162,7 @@ def test_prune_by_age(home, filled):
     assert left(cache) == {refs[2].digest}
 
 
-def test_prune_everything_and_what_is_on_its_way(home, filled, layers):
+def test_prune_all_removes_layers_and_incomplete_ones(home, filled, layers):
     cache, _ = filled
     cache.remove(cache.layers()[:1])
     with cache.part(layers[0].ref()) as part:
@@ -185,7 +185,7 @@ def test_a_running_daemon_loses_nothing(home, filled):
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((), "--to SIZE"), (("--to", "much"), "--to: 'much'")])
-def test_prune_says_what_it_lacks(home, arguments, named):
+def test_prune_names_the_missing_or_wrong_option(home, arguments, named):
     with pytest.raises(ConfigError, match=named):
         run(home, "prune", *arguments)
 
@@ -196,7 +196,7 @@ def test_the_commands_have_examples():
         assert "Examples" in CliRunner().invoke(cache_app, [command, "--help"]).stdout
 
 
-def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, filled):
+def test_expert_usage_is_pruned_with_all_or_by_age(home, filled):
     folder = home / "expert-usage"
     folder.mkdir()
     for days in (40, 10):
@@ -230,7 +230,7 @@ def cells(tmp_path) -> Path:
     return folder
 
 
-def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
+def test_list_shows_the_number_and_the_age_of_kv_blocks(home, cells):
     since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * DAY_S))
     line = run(home, "list", "--kv-cache", str(cells)).splitlines()[-1]
     assert line.startswith("2 blocks of KV cache, 2.")
@@ -242,7 +242,7 @@ def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
 
 
 @pytest.mark.parametrize("words", [("--older", "10"), ("--all",)], ids=" ".join)
-def test_prune_removes_kv_cells_but_those_that_may_be_in_use(home, cells, words):
+def test_prune_removes_kv_blocks_except_those_that_may_be_in_use(home, cells, words):
     arguments = ("prune", *words, "--kv-cache", str(cells))
     assert "would remove 0 layers and 1 block of KV cache" in run(home, *arguments, "--dry-run")
     assert len(KvStore(cells).list()) == 2

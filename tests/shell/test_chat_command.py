@@ -113,12 +113,12 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, en
     return run
 
 
-def test_one_question_gives_its_answer_and_no_thoughts_to_another_program(chat: Types, endpoint: Endpoint):
+def test_another_program_gets_the_response_to_one_question_without_reasoning(chat: Types, endpoint: Endpoint):
     endpoint.emits(event(reasoning_content="hm"), event(content="Be"), event(content="cause."), DONE)
     assert chat("Why?") == (0, "Because.\n", "")
 
 
-def test_another_model_of_the_endpoint_is_talked_to_by_name(chat: Types, endpoint: Endpoint):
+def test_another_model_of_the_endpoint_is_chosen_by_name(chat: Types, endpoint: Endpoint):
     endpoint.emits(event(content="so"), DONE)
     endpoint.emits(event(content="so"), DONE)
     assert chat("Why?") == (0, "so\n", "")
@@ -126,7 +126,7 @@ def test_another_model_of_the_endpoint_is_talked_to_by_name(chat: Types, endpoin
     assert endpoint.models_asked == [None, "llama3.2:1b"]
 
 
-def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):
+def test_characters_that_the_output_cannot_encode_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):
     """On Windows, for example, output to a file or pipe is not UTF-8."""
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", narrow)
@@ -135,14 +135,14 @@ def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint
     assert narrow.buffer.getvalue() == "Größe \\U0001f600\n".encode("latin-1")
 
 
-def test_what_is_typed_in_a_locale_without_utf_8_arrives(chat: Types, endpoint: Endpoint):
+def test_text_typed_in_a_locale_without_utf_8_arrives(chat: Types, endpoint: Endpoint):
     endpoint.emits(event(content="so"), DONE)
     typed = ["Größe".encode().decode("ascii", "surrogateescape"), "Gr\udcf6\udcdfe"]
     assert chat("--system", typed[0], typed[1]) == (0, "so\n", "")
     assert endpoint.contents(0) == ["Größe", "Gr\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}e"]
 
 
-def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
+def test_the_conversation_is_sent_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
     endpoint.emits(event(content="1"), DONE)
     endpoint.emits(event(content="2"), DONE)
     file = tmp_path / "said.json"
@@ -165,7 +165,7 @@ def test_a_picture_is_sent_with_the_question_after_it(chat: Types, endpoint: End
     assert text == {"type": "text", "text": "what?"}
 
 
-def test_a_picture_is_found_as_terminals_write_what_is_dropped_on_them(chat: Types, endpoint: Endpoint, tmp_path: Path):
+def test_a_picture_is_found_by_a_path_as_terminals_write_dropped_files(chat: Types, endpoint: Endpoint, tmp_path: Path):
     (tmp_path / "my cat's.png").write_bytes(noise(1))
     plain = f"{tmp_path}/my cat's.png"
     shown = (plain, f'"{plain}"', plain.replace(" ", "\\ ").replace("'", "\\'"))
@@ -174,7 +174,7 @@ def test_a_picture_is_found_as_terminals_write_what_is_dropped_on_them(chat: Typ
     assert [each["type"] for each in endpoint.contents(0)[0]] == [*["image_url"] * 3, "text"]
 
 
-def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types, endpoint: Endpoint):
+def test_regenerate_repeats_the_question_without_the_response_and_clear_forgets(chat: Types, endpoint: Endpoint):
     for text in ("1", "one", "three"):
         endpoint.emits(event(content=text), DONE)
     assert chat(lines=("/regenerate", "one?", "/regenerate", "/clear", "three?"))[:2] == (0, "1\none\nthree\n")
@@ -194,7 +194,7 @@ def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types,
         (200, (b"data: [1]\n\n", DONE), "not like an OpenAI endpoint"),
     ],
 )
-def test_an_error_is_told_and_the_conversation_goes_on(
+def test_an_error_is_printed_and_the_conversation_continues(
     chat: Types, endpoint: Endpoint, status: int, events: tuple[bytes, ...], reported: str
 ):
     endpoint.emits(*events, status=status)
@@ -207,7 +207,7 @@ def test_an_error_is_told_and_the_conversation_goes_on(
     assert endpoint.contents(1) == ["one?"]
 
 
-def test_nobody_there_is_told_in_our_words(chat: Types):
+def test_an_unreachable_head_is_one_clear_error(chat: Types):
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -236,7 +236,7 @@ def test_no_proxy_leads_to_a_head_of_this_device(chat: Types, endpoint: Endpoint
             assert chat("Why?") == (0, "yes\n", ""), (name, value)
 
 
-def test_a_variable_that_is_broken_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_an_invalid_variable_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
     there = reached("http://desk.invalid:8080", None, None)
     for name, value in (*BROKEN[2:4], *BROKEN[6:]):
         with monkeypatch.context() as shell:
@@ -249,13 +249,13 @@ def test_a_variable_that_is_broken_is_named_in_one_line(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("behind", ["/v1", "/v1/", "/"])
-def test_the_url_that_serve_prints_for_clients_is_taken(chat: Types, endpoint: Endpoint, behind: str):
+def test_the_url_that_serve_prints_for_clients_is_accepted(chat: Types, endpoint: Endpoint, behind: str):
     endpoint.emits(event(content="yes"), DONE)
     assert chat("Why?", url=endpoint.url + behind) == (0, "yes\n", "")
     assert endpoint.paths == ["/v1/chat/completions"]
 
 
-def test_lines_of_another_program_are_answered_without_a_prompt(
+def test_lines_from_another_program_get_responses_without_a_prompt_sign(
     chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ):
     for text in ("1", "2"):
@@ -264,19 +264,19 @@ def test_lines_of_another_program_are_answered_without_a_prompt(
     assert chat(lines=None)[:2] == (0, "1\n2\n")
 
 
-def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
+def test_a_missing_key_is_reported_once(chat: Types, endpoint: Endpoint):
     endpoint.emits(b'{"error": {"message": "send an API key"}}', status=401)
     reported = f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
     assert chat("Why?") == (2, "", reported)
 
 
-def test_a_conversation_begins_with_the_model_that_answers(chat: Types, endpoint: Endpoint):
+def test_a_conversation_starts_with_the_name_of_the_model(chat: Types, endpoint: Endpoint):
     assert chat() == (0, "", f"toy at {endpoint.url}\nend with Ctrl-D\n")
     endpoint.models, endpoint.health = (200, b'{"data": []}'), (503, b'{"detail": "planning"}')
     assert f"no model yet at {endpoint.url}; not serving yet: planning\n" in chat()[2]
 
 
-def test_what_nobody_would_answer_fails_before_the_first_question(chat: Types, endpoint: Endpoint):
+def test_an_unusable_endpoint_fails_before_the_first_question(chat: Types, endpoint: Endpoint):
     never_read = ("Why?",)
     endpoint.models = 401, b"{}"
     assert chat(lines=never_read) == (
@@ -293,7 +293,7 @@ def test_what_nobody_would_answer_fails_before_the_first_question(chat: Types, e
     assert endpoint.asked == []
 
 
-def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: Endpoint):
+def test_prompt_progress_is_no_part_of_the_response(chat: Types, endpoint: Endpoint):
     read = b'data: {"choices": [], "prompt_progress": {"total": 9, "processed": 4}}\n\n'
     received = Received()
     assert received.take(read.decode().strip(), 0.0) == []
@@ -302,7 +302,7 @@ def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: E
     assert chat("Why?") == (0, "so\n", "")
 
 
-def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):
+def test_an_unknown_command_shows_the_known_ones(chat: Types, endpoint: Endpoint, tmp_path: Path):
     code, out, err = chat(lines=("/sytem x", "/save", f"/save {tmp_path / 'no' / 'where'}", "/system"))
     assert (code, out, endpoint.asked) == (0, "", [])
     assert "/sytem: no such command" in err

@@ -46,7 +46,7 @@ def child():
     child.close()
 
 
-def test_gemma_is_certified_and_the_verdict_is_kept_for_all_its_files(checks, gemma3, tmp_path):
+def test_gemma_is_certified_and_the_verdict_is_saved_for_all_its_files(checks, gemma3, tmp_path):
     code, out, err = checks(gemma3)
     assert (code, err) == (0, "")
     assert out.rstrip().endswith("certified")
@@ -89,7 +89,7 @@ def test_a_task_that_only_computes_is_ended_by_the_processors_time_and_not_by_th
     assert ended.returncode == -signal.SIGPROF
 
 
-def test_an_abort_of_llama_cpp_is_an_answer_and_the_next_task_is_tried(child, gemma3, tmp_path):
+def test_an_abort_of_llama_cpp_is_a_result_and_the_next_task_runs(child, gemma3, tmp_path):
     tiny = str(tmp_path / "tiny.gguf")
     assert child.ask(MakeTiny(model=str(gemma3), tiny=tiny, way="narrow"), Tried) == Tried("equal")
     cuts = tuple(range(19))
@@ -120,7 +120,7 @@ def test_a_window_with_the_pattern_of_other_layers_is_seen(child, gemma3, tmp_pa
     assert (seen.outcome, "differ by" in seen.why) == ("different", True)
 
 
-def test_what_llama_cpp_aborts_over_is_not_certified(checks, tmp_path):
+def test_a_model_on_which_llama_cpp_aborts_is_not_certified(checks, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen3", heads=4, heads_kv=3)
     code, out, _ = checks(path)
@@ -143,7 +143,7 @@ def test_a_file_that_is_no_model_is_refused_in_a_line(checks, gemma3, tmp_path, 
     assert message in err
 
 
-def test_options_that_cannot_be_are_refused_in_a_line(checks, gemma3):
+def test_impossible_options_are_refused_in_a_line(checks, gemma3):
     for arguments, message in (
         (("--cuts", "3,x"), "--cuts: 'x' is not a whole number"),
         (("--cuts", "18"), "from 1 to 17"),
@@ -153,7 +153,7 @@ def test_options_that_cannot_be_are_refused_in_a_line(checks, gemma3):
         assert message in err
 
 
-def test_a_verdict_that_cannot_be_kept_is_shown_all_the_same(checks, tmp_path):
+def test_a_verdict_that_cannot_be_saved_is_still_shown(checks, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen35")
     (tmp_path / "home").mkdir()
@@ -164,7 +164,7 @@ def test_a_verdict_that_cannot_be_kept_is_shown_all_the_same(checks, tmp_path):
     assert "cannot save the verdict" in err
 
 
-def test_plan_names_the_verdict_and_keeps_to_it(command, gemma3, tmp_path):
+def test_plan_names_the_verdict_and_follows_it(command, gemma3, tmp_path):
     home, profiles = tmp_path / "home", tmp_path / "profiles"
     profiles.mkdir()
     home.mkdir()
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_the_child_and_leaves_no_files(gemma3, tmp_path, monkeypatch
     assert set(psutil.Process().children()) <= set(before)
 
 
-def test_a_check_that_is_stopped_does_not_end_as_if_the_model_were_certified(checks, gemma3, tmp_path, monkeypatch):
+def test_an_interrupted_check_does_not_end_with_success(checks, gemma3, tmp_path, monkeypatch):
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -91,7 +91,7 @@ def assert_refused(run: tuple[int, str, str], *named: str) -> None:
 # ---- join and serve -------------------------------------------------------------------------------------------------
 
 
-def test_join_hands_on_what_its_owner_decided(command, joined):
+def test_join_passes_on_its_owners_options(command, joined):
     limits = ("--max-ram", "50%", "--max-vram", "6GB", "--max-disk", "40GB", "--nice", 10, "--pause-on-battery")
     pairing = ("--code", "7-lamp-river", "--device", "192.168.1.20:4711")
     assert command("join", *limits, *pairing, "--interface", INTERFACE, "--host", "127.0.0.1")[0] == 0
@@ -102,14 +102,14 @@ def test_join_hands_on_what_its_owner_decided(command, joined):
     assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711", "api": None}
 
 
-def test_join_without_a_word_hears_all_networks(command, joined):
+def test_join_without_options_listens_on_all_networks(command, joined):
     assert command("join")[0] == 0
     ((config, more),) = joined
     assert config.host == any_host()
     assert more == {"code": None, "pair_at": None, "api": None}
 
 
-def test_join_relays_requests_only_where_its_owner_wants_it(command, joined, home):
+def test_join_relays_requests_only_if_its_owner_wants_it(command, joined, home):
     code, _, err = command("join", "--api", "--api-host", "0.0.0.0", "--api-port", 0, "--allow-host", "sofa.lan")
     assert code == 0
     assert "warning: --api-host 0.0.0.0: the HTTP endpoint is not encrypted" in err
@@ -151,7 +151,7 @@ def test_options_that_join_refuses(command, joined, home, arguments, named):
     assert not home.exists()
 
 
-def test_serve_hands_on_limits_and_two_addresses(command, served, monkeypatch):
+def test_serve_passes_on_limits_and_two_addresses(command, served, monkeypatch):
     monkeypatch.setenv("PRIMAD_PORT", "nonsense")  # a head has no control port
     options = ("--max-ram", "8GiB", "--nice", 5, "--interface", INTERFACE, "--listen", "127.0.0.1")
     code, _, err = command("serve", "--model", "x.gguf", *options)
@@ -161,20 +161,20 @@ def test_serve_hands_on_limits_and_two_addresses(command, served, monkeypatch):
     assert (config.host, http_host) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_the_variable_is_where_devices_are_heard_not_http(command, served, monkeypatch):
+def test_the_host_variable_sets_the_address_for_devices_and_not_for_http(command, served, monkeypatch):
     monkeypatch.setenv("PRIMAD_HOST", "127.0.0.2")
     command("serve", "--model", "x.gguf")
     ((config, http_host),) = served
     assert (config.host, http_host) == ("127.0.0.2", "127.0.0.1")
 
 
-def test_an_open_http_endpoint_is_warned_of(command, served):
+def test_an_open_http_endpoint_causes_a_warning(command, served):
     _, _, err = command("serve", "--model", "x.gguf", "--host", "0.0.0.0", "--no-auth")
     assert err.startswith("warning: --host 0.0.0.0: the HTTP endpoint has no password and no encryption; ")
     assert served[0][1] == "0.0.0.0"
 
 
-def test_the_head_says_that_it_does_not_pause_on_battery(command, served, home):
+def test_a_warning_says_that_the_head_does_not_pause_on_battery(command, served, home):
     home.mkdir()
     (home / "config.toml").write_text("pause_on_battery = true")
     assert "has no effect on the head" in command("serve", "--model", "x.gguf")[2]
@@ -242,7 +242,7 @@ def test_pair_shows_the_code_to_programs(command, daemon):
     assert json.loads(out) == shown
 
 
-def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
+def test_a_code_is_passed_to_the_running_daemon(command, daemon):
     daemon[BringCode] = Done(text="mini is paired with desk")
     assert command("pair", "--code", "7-lamp-river", "--device", "desk:4711") == (0, "mini is paired with desk\n", "")
     daemon[BringCode] = Refusal(reason="wrong code")
@@ -273,7 +273,7 @@ def test_root_writes_nothing_into_the_folder_of_a_service(command, home):
 
 
 @pytest.mark.parametrize(("verb", "request_type"), [("leave", Leave), ("pause", Pause), ("resume", Resume)])
-def test_what_was_done_is_said_and_a_refusal_is_an_error(command, daemon, verb, request_type):
+def test_the_result_is_printed_and_a_refusal_is_an_error(command, daemon, verb, request_type):
     daemon[request_type] = Done(text="it is done [really]")
     assert command(verb) == (0, "it is done [really]\n", "")
     daemon[request_type] = Refusal(reason="the head does not pause")
@@ -283,7 +283,7 @@ def test_what_was_done_is_said_and_a_refusal_is_an_error(command, daemon, verb, 
 
 
 @pytest.mark.parametrize("verb", ["pair", "leave", "pause", "resume"])
-def test_without_a_daemon_it_says_what_to_start(command, home, verb):
+def test_without_a_daemon_the_command_names_what_to_start(command, home, verb):
     assert_refused(command(verb), f"--home {home}: no primad runs with this folder", "'primad join' or 'primad serve'")
     assert not home.exists()
 
@@ -340,7 +340,7 @@ def listed(command, *arguments: str) -> dict[str, dict]:
     return {row["device"]: row for row in json.loads(out)}
 
 
-def test_nobody_in_sight(command, sight, home):
+def test_without_devices_in_sight_only_the_own_key_is_shown(command, sight, home):
     code, out, _ = command("devices")
     assert code == 0
     assert "no device in sight; start 'primad join' on one" in out
@@ -374,7 +374,7 @@ def test_devices_are_listed_with_trust_and_state(command, sight, home):
         assert words in table
 
 
-def test_a_device_has_one_line_with_what_it_calls_itself_now(command, sight, home):
+def test_a_device_has_one_line_with_its_current_name(command, sight, home):
     TrustStore(home, load_identity(home)).add(trusted_now("desk", DESK, "paired"))
     sight += [replace(PEER, device="tower", revision=2, addresses=("192.168.1.21",)), replace(PEER, revision=1)]
     assert {name: row["calls_itself"] for name, row in listed(command).items()} == {"desk": "tower"}
@@ -395,13 +395,13 @@ def test_a_device_has_one_line_with_what_it_calls_itself_now(command, sight, hom
     ],
     ids=["itself", "IPv4", "all", "one", "older"],
 )
-def test_of_a_head_it_is_shown_where_its_http_server_listens(command, sight, http, places):
+def test_a_head_is_listed_with_the_address_of_its_http_server(command, sight, http, places):
     sight.append(replace(PEER, role="head", port=8080, http=http))
     assert listed(command)["desk"]["places"] == places
     assert ("that device only" in " ".join(command("devices")[1].split())) == (http == "127.0.0.1")
 
 
-def test_a_head_is_asked_by_the_name_or_the_address_that_devices_shows(sight, home):
+def test_a_head_is_reached_by_the_name_or_the_address_that_devices_shows(sight, home):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         head = replace(PEER, role="head", port=port, addresses=("127.0.0.1",))
@@ -422,20 +422,20 @@ def test_a_head_is_asked_by_the_name_or_the_address_that_devices_shows(sight, ho
             reached(None, "desk", None)
 
 
-def test_a_cluster_that_is_asked_for_is_all_that_is_listed(command, sight):
+def test_with_cluster_only_that_cluster_is_listed(command, sight):
     sight += [PEER, replace(PEER, device="other", cluster="work", key=LAMP)]
     assert set(listed(command)) == {"desk", "other"}
     assert set(listed(command, "--cluster", "work")) == {"other"}
 
 
-def test_the_state_is_the_daemons_word_where_one_runs(command, sight, daemon):
+def test_a_running_daemon_supplies_the_states(command, sight, daemon):
     sight += [PEER, replace(PEER, device="lamp", key=LAMP)]
     daemon[admin.Describe] = Described(status={"devices": {"desk": "serving layers 0-9"}})
     states = {name: row["state"] for name, row in listed(command).items()}
     assert states == {"desk": "serving layers 0-9", "lamp": "in sight"}
 
 
-def test_names_are_labels_of_keys_and_whom_a_head_introduced_is_told_apart(command, sight, daemon, home):
+def test_names_are_labels_of_keys_and_introduced_devices_are_marked(command, sight, daemon, home):
     TrustStore(home, load_identity(home)).add(trusted_now("den", DESK, "paired"))
     sight += [PEER, replace(PEER, device="den", key=LAMP), replace(PEER, device="attic", key=ATTIC)]
     daemon[admin.Describe] = Described(status={"devices": {"den": "serving"}, "introduced": [ATTIC]})
@@ -448,7 +448,7 @@ def test_names_are_labels_of_keys_and_whom_a_head_introduced_is_told_apart(comma
 
 
 @pytest.mark.parametrize("answer", [Described(status={}), Described(status={"devices": 5}), Refusal(reason="x")])
-def test_a_daemon_that_says_nothing_of_devices_changes_nothing(daemon, home, answer):
+def test_a_daemon_without_device_states_changes_nothing(daemon, home, answer):
     daemon[admin.Describe] = answer
     assert devices_command.report(home) == devices_command.DaemonReport()
 
@@ -458,7 +458,7 @@ def test_a_name_from_the_network_is_no_markup(command, sight):
     assert "[red]1[/red]" in command("devices")[1]
 
 
-def test_trust_by_hand_is_given_and_taken_back(command, sight, home):
+def test_trust_is_granted_and_revoked_by_hand(command, sight, home):
     sight.append(PEER)
     assert command("devices", "trust", "desk", "--key", key_hex(DESK))[0] == 0
     assert listed(command)["desk"]["trusted"] == "yes"
@@ -466,21 +466,21 @@ def test_trust_by_hand_is_given_and_taken_back(command, sight, home):
     assert listed(command)["desk"]["trusted"] == "revoked"
 
 
-def test_what_is_listed_here_is_what_another_device_trusts_by(command, sight, home, tmp_path):
+def test_another_device_trusts_this_one_by_the_listed_key(command, sight, home, tmp_path):
     own = command("devices")[1].split("its key: ")[1].strip()
     other = tmp_path / "other"
     assert command("devices", "trust", "desk", "--key", own, "--home", other)[0] == 0
     assert TrustStore(other, load_identity(other)).trusts(load_identity(home).public)
 
 
-def test_an_option_before_the_command_is_not_lost_in_silence(command, home, tmp_path):
+def test_an_option_before_the_command_is_not_ignored(command, home, tmp_path):
     run = command("devices", "--home", tmp_path / "other", "trust", "desk", "--key", key_hex(DESK))
     assert_refused(run, "--home: belongs after 'trust'")
     assert not home.exists()
 
 
 @pytest.mark.parametrize("arguments", [(), ("cache",)])
-def test_a_group_alone_shows_its_help_and_no_error(command, arguments):
+def test_a_command_group_without_a_command_shows_its_help_and_no_error(command, arguments):
     code, out, err = command(*arguments)
     assert code == 2
     assert "Commands" in out + err
@@ -504,17 +504,17 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_command_that_is_stopped_does_not_end_as_if_it_were_done(command, daemon, monkeypatch):
+def test_an_interrupted_command_does_not_end_with_success(command, daemon, monkeypatch):
     monkeypatch.setattr(admin, "ask", interrupted)
     assert command("pair") == (130, "", "stopped\n")
 
 
-def test_a_daemon_that_is_stopped_has_done_what_it_should(command, monkeypatch):
+def test_a_stopped_daemon_ends_with_success(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "primad.worker.join", SimpleNamespace(join=interrupted))
     assert command("join") == (0, "", "stopped\n")
 
 
-def test_a_user_without_a_home_folder_is_told_so(command, monkeypatch):
+def test_a_missing_home_folder_is_one_clear_error(command, monkeypatch):
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -523,7 +523,7 @@ def test_a_user_without_a_home_folder_is_told_so(command, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_output_that_finds_no_room_is_one_line():
+def test_output_to_a_full_disk_is_one_error_line():
     with Path("/dev/full").open("wb") as full:
         ended = subprocess.run(
             [sys.executable, "-c", "from primad.cli.main import main; main()", "--version"],

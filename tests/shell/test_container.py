@@ -58,7 +58,7 @@ def compose() -> dict[str, Any]:
     return found
 
 
-def test_the_image_is_built_of_files_that_are_there() -> None:
+def test_the_image_is_built_from_files_that_exist() -> None:
     build, image = instructions()
     for name, rest in (*build, *image):
         assert name in KNOWN
@@ -94,7 +94,7 @@ def test_the_compose_file_has_a_head_and_two_workers_that_primad_can_run(compose
     assert (FOLDER / services["head"]["build"]["context"]).resolve() == ROOT
 
 
-def test_the_endpoint_is_for_this_machine_and_asks_for_a_key(compose: dict[str, Any]) -> None:
+def test_the_endpoint_is_for_this_machine_and_requires_a_key(compose: dict[str, Any]) -> None:
     head = compose["services"]["head"]
     assert head["ports"] == ["127.0.0.1:8080:8080"]
     assert VARIABLE.fullmatch(head["environment"]["PRIMAD_API_KEY"])

@@ -76,7 +76,7 @@ async def test_messages_pass_both_ways():
         head.close()
 
 
-async def test_two_heads_are_told_apart():
+async def test_two_heads_are_distinguished():
     async with worker_end() as (context, worker):
         heads = [head_end(context, worker, WORKER.public, identity) for identity in (HEAD, SECOND)]
         peers = []
@@ -107,7 +107,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_head(
+async def test_garbage_for_the_worker_is_refused_with_a_line_and_the_next_head_is_received(
     caplog, frames: Sequence[bytes]
 ):
     with caplog.at_level(logging.WARNING, "primad.network.control"):
@@ -135,7 +135,7 @@ async def test_a_flood_of_garbage_is_one_line_a_second(caplog):
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"garbage"], [encode(Pong()), b""], [encode(HELLO)]])
-async def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_heard(caplog, frames):
+async def test_garbage_from_a_worker_is_refused_with_a_line_and_its_next_message_is_received(caplog, frames):
     with caplog.at_level(logging.WARNING, "primad.network.control"):
         async with silent_worker() as (router, head):
             await head.send(HELLO)
@@ -171,18 +171,18 @@ async def test_an_oversized_message_never_arrives_and_others_do():
         stranger.close()
 
 
-async def test_an_answer_to_a_head_that_is_gone_is_lost_in_silence():
+async def test_a_reply_to_a_vanished_head_is_dropped_silently():
     async with worker_end() as (_, worker):
         await worker.send(b"nobody", Pong())
 
 
-async def test_a_worker_that_says_nothing_is_given_up():
+async def test_a_silent_worker_is_given_up():
     async with silent_worker() as (_, head):
         with pytest.raises(ClusterError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
             await head.receive(0.05)
 
 
-async def test_a_worker_that_comes_later_hears_what_was_said_before():
+async def test_a_worker_that_starts_later_receives_earlier_messages():
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
         port = reserved.getsockname()[1]
@@ -193,7 +193,7 @@ async def test_a_worker_that_comes_later_hears_what_was_said_before():
         assert (await worker.receive())[2] == Ping(status=False)
 
 
-async def test_a_device_that_owns_another_key_hears_nothing():
+async def test_a_device_with_another_key_receives_nothing():
     async with worker_end() as (context, worker):
         wrong = head_end(context, worker, SECOND.public)
         await wrong.send(Release(epoch=1))
@@ -204,7 +204,7 @@ async def test_a_device_that_owns_another_key_hears_nothing():
             await wrong.receive(0.2)
 
 
-async def test_a_link_that_is_closed_says_so():
+async def test_sending_over_a_closed_link_is_one_clear_error():
     async with worker_end() as (context, worker):
         head = head_end(context, worker, WORKER.public)
         head.close()
@@ -213,7 +213,7 @@ async def test_a_link_that_is_closed_says_so():
 
 
 @pytest.mark.parametrize("host", ["tcp://x", "a b", "x\n"])
-async def test_what_is_no_address_is_one_clear_error(host):
+async def test_an_invalid_address_is_one_clear_error(host):
     async with gated() as context:
         with pytest.raises(ClusterError, match="is not an address to connect to: Invalid argument"):
             HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
@@ -326,7 +326,7 @@ def test_endpoints_of_both_families():
 
 @pytest.mark.parametrize("frames", [[b"x", b"y"], [encode(Pong())]], ids=["garbage", "messages"])
 @pytest.mark.parametrize("by_worker", [False, True])
-async def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
+async def test_a_flood_of_messages_blocks_nobody_else(monkeypatch, by_worker, frames):
     """Waiting messages are received without a pause, so a flood could block the daemon."""
     calls = count()
 
@@ -356,7 +356,7 @@ async def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames
         assert reading.cancelled(), reading.exception()
 
 
-async def test_a_large_message_of_a_device_that_is_no_head_is_not_read(monkeypatch):
+async def test_a_large_message_from_a_device_that_is_no_head_is_not_decoded(monkeypatch):
     """Decoding takes the event loop up to 40 ns a byte, before the message can be refused."""
     read: list[int] = []
     decode = control.decode_from_head

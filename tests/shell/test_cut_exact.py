@@ -238,7 +238,7 @@ def test_windows_give_the_whole_models_logits(architecture, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3vl", "gemma4", "gemma4-per-layer", *HYBRIDS])
-def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_path):
+def test_concurrent_sequences_have_the_logits_of_single_ones(architecture, tmp_path):
     """Steps of two sequences alternate; one starts again while the other continues."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -263,7 +263,7 @@ def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_pa
 
 
 @pytest.mark.parametrize("architecture", sorted(name for name, entry in SUPPORTED.items() if entry.drafts))
-def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+def test_a_layer_for_multi_token_prediction_drafts_after_a_tail_as_after_the_whole_model(
     architecture, tmp_path, monkeypatch
 ):
     """The logits are the same as without the layer."""
@@ -304,7 +304,7 @@ def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_w
     route.release()
 
 
-def test_zeros_that_stand_behind_a_window_are_given_back(tmp_path):
+def test_zeros_after_a_window_are_released(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen35", width=256)
     route = Route(read_header(path), [0, 1, 8], tmp_path)
@@ -337,7 +337,7 @@ def test_smollm3_is_exact_at_every_fourth_layer(tmp_path):
 @pytest.mark.parametrize(
     "quantisation", ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k"]
 )
-def test_embedding_rows_of_every_type_are_llama_cpps_own(quantisation, tmp_path):
+def test_embedding_rows_of_every_type_equal_those_of_llama_cpp(quantisation, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(
         path, architecture="gemma3", quantisation=quantisation, width=256, layers=2, sliding_window=64, rope_base=1e6
@@ -378,7 +378,7 @@ def test_a_sliding_architecture_without_a_window(architecture, tmp_path):
     check(path, ([0, 2, 5, 6],), tmp_path)
 
 
-def test_deepseek2_lite_is_told_apart_by_its_number_of_layers(tmp_path):
+def test_deepseek2_lite_is_recognised_by_its_number_of_layers(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="deepseek2-lite", layers=27)
     check(path, ([0, 1, 3, 14, 26, 27], [0, 13, 27]), tmp_path)
@@ -403,7 +403,7 @@ def test_every_supported_architecture_can_be_synthesised(tmp_path):
         assert (len(profile.layers), profile.cut_multiple) == (layer_count(header), cut_multiple(header))
 
 
-def test_a_graph_that_never_asks_for_the_hidden_states_is_told(monkeypatch, tmp_path):
+def test_a_graph_that_never_reads_the_hidden_states_is_refused(monkeypatch, tmp_path):
     """A large step's hidden states enter where the graph looks up tokens; a graph that uses another name is refused."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", layers=3)

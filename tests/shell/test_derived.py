@@ -68,7 +68,7 @@ def test_nearly_every_architecture_of_the_table_could_do_without_it(check, archi
         ("bailingmoe", "leading_dense_block_count not exercised"),
     ],
 )
-def test_what_cannot_be_cut_or_was_not_exercised_is_not_certified(check, architecture, why):
+def test_a_model_that_cannot_be_cut_or_was_not_exercised_is_not_certified(check, architecture, why):
     verdict = check(architecture)
     assert verdict.result == "not certified"
     assert why in verdict.why

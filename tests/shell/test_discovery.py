@@ -93,7 +93,7 @@ async def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(clust
         await sight.wait(lambda: not sight.of(cluster))
 
 
-async def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_machine(cluster):
+async def test_a_host_name_is_local_if_mdns_resolves_it_to_addresses_of_this_machine(cluster):
     zeroconf, printed = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
     try:
         for name, address in (("here", HOST), ("there", "192.0.2.7")):
@@ -145,7 +145,7 @@ async def test_the_longest_name_gets_a_number_too(cluster):
         await sight.wait(lambda: len(sight.of(cluster)) == 2)
 
 
-async def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
+async def test_a_host_that_claims_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
     """A host can claim every name that is probed, so names are not probed."""
     register, asked = AsyncZeroconf.async_register_service, list[str]()
 
@@ -165,7 +165,7 @@ async def test_who_takes_every_name_keeps_no_device_from_announcing_itself(clust
         await sight.wait(lambda: set(sight.of(cluster)) == {name})
 
 
-async def test_strangers_without_end_leave_room_for_a_device_that_is_trusted(cluster, monkeypatch):
+async def test_endless_strangers_leave_room_for_a_trusted_device(cluster, monkeypatch):
     monkeypatch.setattr(discovery_module, "MAX_PEERS", 1)
     service, ours = "_primad-room._tcp.local.", new_identity().public
     sight = Sight()
@@ -180,7 +180,7 @@ async def test_strangers_without_end_leave_room_for_a_device_that_is_trusted(clu
             await sight.wait(lambda key=key: [peer.key for peer in sight.peers.values()] == [key])
 
 
-async def test_every_device_says_which_cluster_and_role_it_has(cluster):
+async def test_every_device_announces_its_cluster_and_role(cluster):
     foreign = f"{cluster}-foreign"
     sight = Sight()
     async with device() as ours, device() as theirs, device() as viewer:
@@ -241,7 +241,7 @@ async def test_new_addresses_are_announced_and_those_withdrawn_are_forgotten(clu
         await sight.wait(lambda: addresses() == [{"10.0.0.7"}])
 
 
-async def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster):
+async def test_a_device_with_an_expired_announcement_is_queried_again_and_forgotten_if_silent(cluster):
     short = DiscoveryTimings(time_to_live_s=1, resolve_timeout_s=0.2)
     sight = Sight()
     async with device(short) as viewer:
@@ -256,7 +256,7 @@ async def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_
                 await viewer.refresh()
 
 
-async def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, monkeypatch):
+async def test_a_device_with_a_missed_announcement_is_still_found(cluster, monkeypatch):
     often = DiscoveryTimings(look_every_s=0.1, ask_every_s=0.5)
     missed = 0
     real = Discovery._resolve_soon
@@ -277,7 +277,7 @@ async def test_a_device_whose_announcement_was_missed_is_found_all_the_same(clus
     assert missed == 1
 
 
-async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
+async def test_mdns_replies_are_requested_by_multicast_for_all_programs_of_a_machine(cluster):
     """Several programs share the mDNS port, and a unicast reply reaches only one of them.
 
     Other tests announce and look at the same time, so both devices here use a service type of their own.
@@ -297,7 +297,7 @@ async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(c
     assert [question for question in asked if question.unicast] == []
 
 
-async def test_who_said_goodbye_is_not_announced_again(cluster):
+async def test_a_device_is_not_announced_again_after_its_goodbye(cluster):
     """Announcements repeat for half a second; one sent after the goodbye would keep the device in sight."""
     with overheard() as packets:
         async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
@@ -331,7 +331,7 @@ def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
         yield packets
 
 
-async def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
+async def test_a_failed_look_is_repeated(cluster, monkeypatch):
     looks = 0
 
     async def refresh(self: Discovery) -> None:
@@ -349,7 +349,7 @@ async def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
             await looked.wait()
 
 
-async def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
+async def test_an_interface_that_appears_later_is_used(cluster, monkeypatch):
     there = False
     real = discovery_module.multicast_addresses
     monkeypatch.setattr(discovery_module, "multicast_addresses", lambda *args: real(*args) if there else ["127.0.0.2"])
@@ -374,7 +374,7 @@ def test_a_host_that_is_no_address_is_one_clear_error(host):
         Discovery(host)
 
 
-async def test_a_device_that_did_nothing_yet_can_be_closed():
+async def test_an_unused_discovery_can_be_closed():
     async with device():
         pass
 
@@ -418,7 +418,7 @@ async def test_a_start_that_never_comes_is_one_clear_error(cluster, monkeypatch)
 
 
 @pytest.mark.parametrize("failure", [NotRunningException(), OSError(19, "No such device"), RuntimeError("closed")])
-async def test_no_exception_of_zeroconf_reaches_who_announces_or_looks(failure, cluster, monkeypatch):
+async def test_no_exception_of_zeroconf_reaches_callers(failure, cluster, monkeypatch):
     async def fail(*_: object, **__: object) -> None:
         raise failure
 

@@ -129,7 +129,7 @@ def announced(child: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_all_addresses_arrive_the_one_on_the_wire_first_and_those_of_bridges_last(spaces):
+def test_all_addresses_arrive_with_the_shared_network_first_and_bridges_last(spaces):
     one, two = spaces
     for number, space in enumerate(spaces, 1):
         space.ip("addr", "add", f"10.77.0.{number}/24", "dev", space.link)
@@ -148,7 +148,7 @@ def test_all_addresses_arrive_the_one_on_the_wire_first_and_those_of_bridges_las
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_devices_with_nothing_but_link_local_ipv6_find_each_other_and_can_connect(spaces):
+def test_devices_with_only_link_local_ipv6_find_each_other_and_can_connect(spaces):
     one, two = spaces
     connect = (
         "import socket, sys; host, scope = sys.argv[1].split('%'); "
@@ -170,7 +170,7 @@ def test_devices_with_nothing_but_link_local_ipv6_find_each_other_and_can_connec
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_an_interface_that_comes_later_and_changes_its_address_is_followed(spaces):
+def test_an_interface_that_appears_later_and_changes_its_address_is_followed(spaces):
     one, two = spaces
     two.ip("addr", "add", "10.77.0.2/24", "dev", two.link)
     one.ip("link", "set", one.link, "down")
@@ -186,7 +186,7 @@ def test_an_interface_that_comes_later_and_changes_its_address_is_followed(space
 
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("at_first", ["down", "tentative"])
-def test_a_link_local_address_that_is_of_use_only_later_is_taken_up(spaces, at_first):
+def test_a_link_local_address_that_becomes_usable_later_is_announced(spaces, at_first):
     """A link-local address is tentative for its first second, so a device that starts with its network has none."""
     one, two = spaces
     one.ip("link", "set", one.link, "down")
@@ -204,7 +204,7 @@ def test_a_link_local_address_that_is_of_use_only_later_is_taken_up(spaces, at_f
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_one_interface_of_two_is_looked_at_where_the_owner_says_so(spaces):
+def test_only_the_interface_that_the_owner_names_is_searched(spaces):
     one, two = spaces
     one.ip("addr", "add", "10.77.0.1/24", "dev", one.link)
     two.ip("addr", "add", "10.77.0.2/24", "dev", two.link)

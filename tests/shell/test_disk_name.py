@@ -65,7 +65,7 @@ def system(tmp_path) -> FakeSystem:
     return made
 
 
-def test_parts_of_a_disk_and_what_is_made_from_them_are_that_disk(system):
+def test_partitions_and_volumes_of_a_disk_have_its_name(system):
     names = {system.named(f"/{i}", number) for i, number in enumerate([(8, 0), (8, 1), (8, 2), (253, 0), (253, 1)])}
     assert len(names) == 1
     assert len(names.pop()) == 8
@@ -77,13 +77,13 @@ def test_another_disk_has_another_name_and_an_array_is_one_of_its_own(system):
     assert system.name("/0", "another") not in names
 
 
-def test_a_file_system_with_a_number_of_its_own_is_found_by_what_is_mounted(system):
+def test_a_file_system_with_its_own_device_number_is_found_by_its_mount(system):
     system.node("/dev/sda1", (8, 1))
     system.mounts.write_text("36 35 0:40 /@home /home rw,relatime shared:1 - btrfs /dev/sda1 rw,subvol=/@home\n")
     assert system.named("/home", (0, 40)) == system.named("/", (8, 1))
 
 
-def test_what_is_on_no_disk_of_this_machine_has_no_name(system):
+def test_a_folder_on_no_local_disk_has_no_disk_name(system):
     system.mounts.write_text("36 35 0:41 / /nas rw - nfs4 nas:/models rw\n")
     assert system.named("/nas", (0, 41)) == system.named("/tmp", (0, 42)) == system.named("/gone", (7, 7)) == ""
     assert system.name("/nobody") == ""

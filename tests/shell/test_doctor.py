@@ -90,7 +90,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
-def test_an_identity_that_others_can_read_is_an_error_with_the_command_that_mends_it(tmp_path, monkeypatch):
+def test_an_identity_that_others_can_read_is_an_error_with_the_command_that_fixes_it(tmp_path, monkeypatch):
     only(monkeypatch, "identity")
     path = tmp_path / "identity.json"
     path.write_text("{}")
@@ -117,7 +117,7 @@ def test_an_interface_that_is_not_there_is_one_clear_error(tmp_path):
 # -- the checks together
 
 
-async def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
+async def test_a_failing_or_hanging_check_stops_no_other(tmp_path):
     hang = threading.Event()
 
     async def broken(_: Subject):
@@ -139,7 +139,7 @@ async def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
 
 
 @pytest.mark.slow
-async def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, cluster):
+async def test_devices_in_sight_are_checked_for_version_and_trust(tmp_path, cluster):
     mine, other = new_identity().public, new_identity().public
     desk, sofa = Discovery(HOST), Discovery(HOST)
     try:
@@ -182,7 +182,7 @@ def test_a_taken_port_is_seen_and_its_owner_named():
     assert free.problem == ""
 
 
-async def test_a_device_that_is_named_is_tried():
+async def test_a_connection_to_a_named_device_is_tried():
     with socket.create_server((HOST, 0)) as server, socket.socket() as deaf:
         deaf.bind((HOST, 0))
         port, closed = server.getsockname()[1], deaf.getsockname()[1]
@@ -215,7 +215,7 @@ def test_a_home_that_is_not_there_yet_is_judged_by_the_folder_above(tmp_path):
 
 
 @pytest.mark.slow
-def test_llama_cpp_is_asked_in_a_child(monkeypatch, tmp_path):
+def test_llama_cpp_is_queried_in_a_child(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # importing it in this process fails
     facts = gpus.gather_engine(tmp_path, None, PATIENCE_S)
     assert facts.package
@@ -223,7 +223,7 @@ def test_llama_cpp_is_asked_in_a_child(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-ins are shell scripts")
-def test_llama_cpp_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):
+def test_a_crash_or_hang_of_llama_cpp_is_a_result(monkeypatch, tmp_path):
     crash = tmp_path / "crash"
     crash.write_text("#!/bin/sh\necho illegal instruction >&2\nexit 132\n")
     crash.chmod(0o755)
@@ -245,14 +245,14 @@ def test_a_card_is_known_by_its_vendor(tmp_path):
     assert [(it.vendor, it.usable) for it in gpus._cards(tmp_path)] == [("Intel", True), ("NVIDIA", False)]
 
 
-def test_a_command_that_is_missing_fails_or_hangs_says_nothing():
+def test_a_command_that_is_missing_fails_or_hangs_has_no_output():
     assert output_of("primad-no-such-program") is None
     assert output_of(sys.executable, "-c", "raise SystemExit(3)", timeout_s=PATIENCE_S) is None
     assert output_of(sys.executable, "-c", "import time; time.sleep(60)", timeout_s=0.5) is None
     assert (output_of(sys.executable, "-c", "print('hello')", timeout_s=PATIENCE_S) or "").strip() == "hello"
 
 
-async def test_what_a_thread_raises_is_raised_where_it_is_awaited():
+async def test_an_exception_in_a_thread_is_raised_to_the_awaiter():
     def broken() -> None:
         raise ValueError("no")
 

@@ -124,7 +124,7 @@ def test_examples_of_help_can_be_typed():
         assert_ours(tuple(words[1:]))
 
 
-def test_every_option_is_told_somewhere():
+def test_every_option_is_documented():
     text = "".join(page.read_text() for page in PAGES)
     reported = set(re.findall(r"--[a-z][a-z-]*", text))
     unreported = {
@@ -194,7 +194,7 @@ async def test_examples_run(example):
     assert "Hello" in await run_client([str(example), "a lighthouse"])
 
 
-def test_every_example_is_told():
+def test_every_example_is_documented():
     text = (ROOT / "examples" / "README.md").read_text()
     for example in examples():
         assert f"python examples/{example.name}" in text

@@ -34,7 +34,7 @@ def served(tmp_path):
     return open_model(path)
 
 
-def test_a_model_with_the_same_tokens_may_guess_in_bounded_memory(tmp_path, served):
+def test_a_model_with_the_same_tokens_may_draft_in_bounded_memory(tmp_path, served):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, seed=5)
     model = draft_model(path, served, context=1 << 20, threads=3)
@@ -71,7 +71,7 @@ def options(**given: Any) -> ServeOptions:
     return cast("ServeOptions", SimpleNamespace(run=run, **({"draft": None} | given)))
 
 
-def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp_path, served):
+def test_a_draft_model_without_room_here_runs_elsewhere_unless_it_must_run_here(tmp_path, served):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, seed=5)
     memory_bytes = draft_model(path, served, context=MAX_CONTEXT, threads=1).memory_bytes
@@ -96,7 +96,7 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
             found(memory_bytes - 1, **must)
 
 
-def test_what_contradicts_itself_is_refused(tmp_path, served):
+def test_contradicting_draft_options_are_refused(tmp_path, served):
     profile = model_profile(served)
     path = tmp_path / "small.gguf"
     check_speculate(RunConfig(), profile, None)
@@ -109,7 +109,7 @@ def test_what_contradicts_itself_is_refused(tmp_path, served):
             check_speculate(RunConfig(speculate=mode), profile, path)
 
 
-def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
+def test_more_concurrent_sequences_than_llama_cpp_supports_are_refused(served):
     profile = replace(model_profile(served), architecture="minimax-m3")
     check_sequences(RunConfig(sequences=None), profile)
     check_sequences(RunConfig(sequences=8), profile)
@@ -121,7 +121,7 @@ def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
 # ---- auto ------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_model_of_the_family_with_most_nearly_a_tenth_of_the_weights(tmp_path):
+def test_auto_chooses_the_model_of_the_family_whose_size_is_closest_to_a_tenth(tmp_path):
     served = tmp_path / "served.gguf"
     write_model(served, width=256, layers=12)
     header = open_model(served)
@@ -149,7 +149,7 @@ def test_auto_takes_the_model_of_the_family_with_most_nearly_a_tenth_of_the_weig
     )
 
 
-def test_auto_prefers_the_architecture_of_the_model_that_is_served(tmp_path):
+def test_auto_prefers_the_architecture_of_the_served_model(tmp_path):
     served = tmp_path / "served.gguf"
     write_model(served, width=256, layers=12)
     write_model(tmp_path / "qwen.gguf", architecture="qwen3", width=128, layers=2)
@@ -159,7 +159,7 @@ def test_auto_prefers_the_architecture_of_the_model_that_is_served(tmp_path):
     assert found.path == tmp_path / "llama.gguf"
 
 
-def test_models_that_were_fetched_by_name_are_looked_at(tmp_path, served):
+def test_models_fetched_by_name_are_candidates(tmp_path, served):
     folder = tmp_path / "models"
     kept = folder / "owner" / "repo" / "small-Q4_K_M.gguf"
     kept.parent.mkdir(parents=True)

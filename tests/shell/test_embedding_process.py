@@ -99,7 +99,7 @@ async def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
+async def test_a_crash_is_one_error_and_the_next_request_succeeds(smollm2):
     async with embedding(smollm2) as service:
         before = await service.embed(["Hello"], INPUT)
         os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
@@ -129,7 +129,7 @@ async def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
 
 
 @pytest.mark.slow
-async def test_its_memory_is_not_a_plans_to_have(smollm2):
+async def test_plans_do_not_count_on_the_embedding_process_memory(smollm2):
     async with embedding(smollm2) as service:
         pid = service.pid
         assert pid not in children()
@@ -138,7 +138,7 @@ async def test_its_memory_is_not_a_plans_to_have(smollm2):
 
 
 @pytest.mark.slow
-def test_it_ends_with_who_asks(smollm2):
+def test_the_embedding_process_ends_with_its_parent(smollm2):
     process = subprocess.Popen(
         [sys.executable, "-m", "primad.engine.embedding_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -158,7 +158,7 @@ async def test_a_file_that_is_no_model_is_one_error(tmp_path):
             await service.embed(["Hello"], INPUT)
 
 
-async def test_a_process_that_cannot_be_started_is_an_error_of_who_asks(tmp_path, monkeypatch):
+async def test_a_process_that_cannot_be_started_is_an_error_for_the_caller(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     async with embedding(tmp_path / "none.gguf", starts=False) as service:
         with pytest.raises(EngineError, match="the embedding process cannot be started: No such file"):
@@ -209,7 +209,7 @@ class Process:
         monkeypatch.setattr(EmbeddingService, "_end", end)
 
 
-async def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypatch):
+async def test_callers_take_turns_however_many_requests_each_has(tmp_path, monkeypatch):
     process = Process(monkeypatch)
     async with embedding(tmp_path / "none.gguf") as service:
         greedy = [asyncio.create_task(service.embed([f"a{n}"] * 20, INPUT, owner="a")) for n in range(MAX_WAITING)]
@@ -225,7 +225,7 @@ async def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypat
         assert await service.embed(["a"], INPUT, owner="a") == ([b"a"], 1)
 
 
-async def test_many_texts_are_counted_some_at_a_time_and_named_as_the_request_has_them(tmp_path, monkeypatch):
+async def test_many_texts_are_counted_in_batches_and_named_by_their_index_in_the_request(tmp_path, monkeypatch):
     process, texts = Process(monkeypatch), ["x" * (CHECKED_CHARS // 2)] * 5
     async with embedding(tmp_path / "none.gguf") as service:
         assert await service.embed(texts, INPUT) == ([text.encode() for text in texts], 5)

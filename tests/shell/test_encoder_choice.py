@@ -36,7 +36,7 @@ def encoder(folder: Path, name: str, projector: str = "") -> Path:
     return folder / name
 
 
-def test_the_only_encoder_beside_the_only_model_is_taken(model, tmp_path):
+def test_the_only_encoder_next_to_the_only_model_is_chosen(model, tmp_path):
     only = encoder(tmp_path, "mmproj-model-f16.gguf")
     found, line = encoder_file(AUTO, model, None)
     assert found.path == only
@@ -50,7 +50,7 @@ def test_one_model_in_two_quantisations_is_the_only_one(model, tmp_path):
     assert projector_beside(model) == found
 
 
-def test_among_several_models_the_encoder_with_the_models_name_is_taken(model, tmp_path):
+def test_among_several_models_the_encoder_with_the_models_name_is_chosen(model, tmp_path):
     other = tmp_path / "Other-7B-Q4_K_M.gguf"
     other.write_bytes(model.read_bytes())
     encoder(tmp_path, "mmproj-F16.gguf")
@@ -90,7 +90,7 @@ def test_the_library_serve_and_the_hub_choose_the_same_encoder(tmp_path, monkeyp
     assert fetched.name == ENCODERS[2]
 
 
-def test_the_doctor_names_encoders_and_what_models_lack_and_writes_nothing(command, model, tmp_path, monkeypatch):
+def test_the_doctor_names_encoders_and_models_without_one_and_writes_nothing(command, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
     toy(tmp_path / "alone" / "Eye-2B-Q8_0.gguf", general__architecture="qwen3vl")
     found = encoder(tmp_path, "mmproj-Tiny-3B-F16.gguf")
@@ -104,11 +104,11 @@ def test_the_doctor_names_encoders_and_what_models_lack_and_writes_nothing(comma
     assert "without its mmproj" in command("models", "--models", tmp_path)[1]
 
 
-def test_types_that_are_taken_are_those_that_were_compared_with_libmtmd():
+def test_supported_encoder_types_are_those_compared_with_libmtmd():
     assert {family.projector or kind for kind, family in FAMILIES.items()} == TAKEN
 
 
-def test_an_encoder_of_a_type_that_is_not_taken_is_refused_by_its_name_everywhere(command, model, tmp_path):
+def test_an_encoder_of_an_unsupported_type_is_refused_by_name_everywhere(command, model, tmp_path):
     """The owner gets one line before anything starts; the model serves as one without an encoder."""
     unknown = encoder(tmp_path, "mmproj-F16.gguf", projector="cogvlm")
     with pytest.raises(ConfigError, match=r"mmproj-F16\.gguf: it has the type 'cogvlm', which .* \(--mmproj none\)"):
@@ -126,7 +126,7 @@ def test_an_encoder_of_a_type_that_is_not_taken_is_refused_by_its_name_everywher
     assert (code, err.count("\n"), "'cogvlm'" in err) == (2, 1, True)
 
 
-def test_a_model_that_only_hears_is_not_said_to_see(command, model, tmp_path):
+def test_a_model_with_audio_input_only_is_not_listed_with_vision(command, model, tmp_path):
     write_encoder(tmp_path / "mmproj-F16.gguf", "ultravox", 64)
     (listed,) = json.loads(command("models", "--models", tmp_path, "--json")[1])
     assert (listed["sees"], listed["hears"]) == (False, True)
@@ -141,7 +141,7 @@ def test_a_type_that_stands_for_one_of_each_sense_is_known_by_both():
     assert found.types == ("qwen2.5vl_merger", "qwen2a")
 
 
-def test_what_is_named_wins_and_the_librarys_choice_comes_before_a_neighbour(model, tmp_path):
+def test_a_named_encoder_wins_and_the_librarys_choice_comes_before_a_neighbouring_file(model, tmp_path):
     encoder(tmp_path, "mmproj-F16.gguf")
     (tmp_path / "store").mkdir()
     known = encoder(tmp_path / "store", "blob")
@@ -150,7 +150,7 @@ def test_what_is_named_wins_and_the_librarys_choice_comes_before_a_neighbour(mod
     assert encoder_file(named, model, known)[0].path == named
 
 
-def test_without_an_encoder_clients_hear_what_is_missing_and_how_to_get_it(model, tmp_path):
+def test_without_an_encoder_clients_get_the_missing_file_and_how_to_get_it(model, tmp_path):
     found, line = encoder_file(AUTO, model, None)
     assert (found.path, line, found.memory_bytes) == (None, "", 0)
     assert "mmproj-….gguf, which 'primad pull' fetches too" in found.lacks
@@ -159,9 +159,7 @@ def test_without_an_encoder_clients_hear_what_is_missing_and_how_to_get_it(model
     assert "--mmproj none" in encoder_file(NONE, model, None)[0].lacks
 
 
-def test_a_file_that_is_no_encoder_of_pictures_is_refused_where_it_is_named_and_left_out_where_it_is_found(
-    model, tmp_path
-):
+def test_a_file_that_is_no_encoder_is_refused_if_named_and_skipped_if_found(model, tmp_path):
     bad = tmp_path / "mmproj-F16.gguf"
     for write in (lambda: bad.write_bytes(b"GGUF"), lambda: bad.write_bytes(model.read_bytes()), lambda: odd(bad)):
         write()
@@ -173,7 +171,7 @@ def test_a_file_that_is_no_encoder_of_pictures_is_refused_where_it_is_named_and_
         assert "no pictures" in line
 
 
-def test_plan_fit_and_models_say_that_a_model_sees(command, model, tmp_path):
+def test_plan_fit_and_models_report_vision(command, model, tmp_path):
     encoder(tmp_path, "mmproj-F16.gguf")
     fleet = ("--fleet", "apple-home", "--json")
     planned = json.loads(command("plan", "--model", model, *fleet)[1])["model"]

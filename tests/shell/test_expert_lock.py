@@ -98,7 +98,7 @@ def picks(*numbers: int) -> np.ndarray:
     return np.array([numbers], np.int32)
 
 
-def test_what_is_in_the_pool_is_locked_and_what_leaves_it_is_not(tmp_path):
+def test_experts_in_the_pool_are_locked_and_those_that_leave_it_are_not(tmp_path):
     with running(tmp_path / "w", 6) as model:
         assert len(model.held()) == 6
         model.check()
@@ -114,7 +114,7 @@ def test_what_is_in_the_pool_is_locked_and_what_leaves_it_is_not(tmp_path):
         model.check()
 
 
-def test_the_system_does_not_take_what_is_locked(tmp_path):
+def test_the_system_does_not_evict_locked_experts(tmp_path):
     with running(tmp_path / "w", 6) as model, (tmp_path / "w").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(model.address), ctypes.c_size_t(len(model.map)), 4)
@@ -124,7 +124,7 @@ def test_the_system_does_not_take_what_is_locked(tmp_path):
             assert slices.missing()[number] == 0
 
 
-def test_nothing_is_locked_where_nobody_asked_for_it(tmp_path):
+def test_nothing_is_locked_without_the_option(tmp_path):
     with running(tmp_path / "w", 6, lock=False) as model:
         model.loader.pick(0, picks(6, 7))
         assert model.held()
@@ -140,7 +140,7 @@ def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path, monkeyp
         raise AssertionError
 
 
-def test_an_answer_goes_on_where_no_more_can_be_locked(tmp_path, monkeypatch, caplog):
+def test_a_request_continues_if_no_more_can_be_locked(tmp_path, monkeypatch, caplog):
     with running(tmp_path / "w", 6) as model:
 
         def refuse(_: Slices, number: int) -> None:
@@ -155,7 +155,7 @@ def test_an_answer_goes_on_where_no_more_can_be_locked(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_an_expert_that_has_to_leave_while_it_is_read_is_given_back_when_it_was(tmp_path, monkeypatch, stays):
+def test_an_expert_that_must_leave_while_it_is_read_is_released_after_the_read(tmp_path, monkeypatch, stays):
     model = Model(tmp_path / "w", 4, lock=False)
     loader = model.loader
     for layer in loader._slices:

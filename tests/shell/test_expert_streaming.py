@@ -195,7 +195,7 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_of_layers_on_a_gpu_only_experts_are_in_ram(whole, tmp_path):
+def test_layers_on_a_gpu_have_only_their_experts_in_ram(whole, tmp_path):
     """Six layers: two on the CPU, two on the GPU without their experts, two with them."""
     header = a_model(tmp_path / "model.gguf")
     files = msgspec.structs.replace(files_of(header), assignment=in_memory(0, 6, gpu_layers=4, cpu_experts=2))
@@ -281,7 +281,7 @@ def test_only_picked_experts_are_read_and_no_other_is_touched(tmp_path, monkeypa
         assert loader.asked_bytes > 0
 
 
-def test_use_is_kept_from_run_to_run_and_a_bad_file_is_as_good_as_none(tmp_path):
+def test_usage_persists_between_runs_and_a_damaged_file_is_ignored(tmp_path):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     steps, folder = expected(header), tmp_path / "home" / "usage"
     with Run(header, range(5), usage=folder) as run:
@@ -310,14 +310,14 @@ def test_use_is_kept_from_run_to_run_and_a_bad_file_is_as_good_as_none(tmp_path)
             assert all(usage.used == 0 for usage in run.experts.pool.usages)
 
 
-def test_a_folder_that_cannot_be_written_costs_the_memory_and_nothing_else(tmp_path):
+def test_a_folder_that_cannot_be_written_costs_only_the_saved_usage(tmp_path):
     header = a_model(tmp_path / "model.gguf")
     (tmp_path / "file").write_bytes(b"")
     with Run(header, range(6), usage=tmp_path / "file" / "usage") as run:
         same(run, expected(header))
 
 
-def test_a_router_that_is_not_told_of_costs_page_faults_once(tmp_path):
+def test_a_router_that_was_not_reported_costs_page_faults_once(tmp_path):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     steps = expected(header)
     with Run(header, range(5)) as run:
@@ -350,7 +350,7 @@ def test_a_disk_that_fails_is_the_error_of_the_step(tmp_path, monkeypatch):
             same(run, steps[2:])
 
 
-def test_experts_that_the_system_took_back_while_the_ring_was_idle_are_noticed(tmp_path, monkeypatch):
+def test_experts_evicted_by_the_system_while_the_ring_was_idle_are_noticed(tmp_path, monkeypatch):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     steps = expected(header)
     with Run(header, range(5)) as run:
@@ -389,7 +389,7 @@ def test_every_rung_of_pressure_gives_the_same_logits_within_its_room(tmp_path):
         assert np.array_equal(run.logits([5]).shape, steps[0][1].shape)
 
 
-def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
+def test_a_ring_process_streams_by_expert_and_reports_its_memory(tmp_path):
     header = a_model(tmp_path / "model.gguf", **COARSE)
     files = files_of(header)
     assignment = assigned(0, units_of_model(header, files), (0, 1, 3), 2)

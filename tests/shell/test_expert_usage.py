@@ -45,7 +45,7 @@ def names(files: list[StoredFile]) -> list[str]:
     return sorted(each.path.name for each in files)
 
 
-def test_what_was_counted_is_there_again(tmp_path):
+def test_saved_usage_is_loaded_again(tmp_path):
     folder = UsageFolder(tmp_path / "usage")
     folder.save("a", counted())
     folder.bound()
@@ -62,7 +62,7 @@ def test_the_newest_stay():
     assert names(excess([*files, file("old.json", MAX_AGE_S + 1)], NOW)) == ["old.json"]
 
 
-def test_a_file_on_its_way_stays_until_nobody_writes_it_any_more():
+def test_a_partial_file_stays_until_nobody_writes_it_any_more():
     files = [file("a.json.1", 1), file("b.json.2", LEFT_S + 1), file("a.json", 2)]
     assert names(excess(files, NOW)) == ["b.json.2"]
     assert names(excess(files, NOW, max_files=0)) == ["a.json", "b.json.2"]
@@ -82,7 +82,7 @@ def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path):
     assert names(stored(place)) == ["layer-0.json", "layer-2.json", "layer-3.json"]
 
 
-def test_nobody_looks_at_the_folder_where_nothing_was_added(tmp_path, monkeypatch):
+def test_the_folder_is_not_read_if_nothing_was_added(tmp_path, monkeypatch):
     folder = UsageFolder(tmp_path)
     folder.save("a", counted())
     folder.bound()
@@ -92,12 +92,12 @@ def test_nobody_looks_at_the_folder_where_nothing_was_added(tmp_path, monkeypatc
     UsageFolder(None).bound()
 
 
-def test_a_folder_that_is_not_there_has_nothing_to_let_go(tmp_path):
+def test_a_missing_folder_has_nothing_to_remove(tmp_path):
     assert stored(tmp_path / "none") == []
     expert_usage.remove([StoredFile(tmp_path / "none" / "a.json", 0.0)])
 
 
-def test_plans_know_which_share_of_a_models_experts_is_picked_most(tmp_path):
+def test_plans_use_the_counted_usage_of_a_models_experts(tmp_path):
     path, home = tmp_path / "model.gguf", tmp_path / "home"
     synth.write_model(path, architecture="qwen3moe")
     header = open_model(path)
@@ -119,7 +119,7 @@ def test_plans_know_which_share_of_a_models_experts_is_picked_most(tmp_path):
     assert with_expert_use(model, header, home).expert_use != first, "of two countings the longer one counts"
 
 
-def test_groups_of_experts_have_the_same_size_and_all_of_what_a_row_picks():
+def test_groups_of_experts_have_the_same_size_and_all_picks_of_a_token():
     assert grouped([0.5, 0.1, 0.1, 0.3], 0.25) == pytest.approx((0.5, 0.3, 0.1, 0.1))
     groups = grouped([0.9] * 4 + [0.1] * 60, 10 / 64)
     assert len(groups) == 8

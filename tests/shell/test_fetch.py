@@ -210,12 +210,12 @@ async def test_fetched_layers_are_in_the_cache(layers, cache):
     assert max(reported) <= CHUNK_BYTES
 
 
-async def test_nothing_to_fetch_asks_for_nothing(layers, cache):
+async def test_fetching_nothing_sends_no_request(layers, cache):
     async with links() as context:
         await fetch(context, [], [], cache)
 
 
-async def test_a_layer_that_is_here_is_not_sent_and_counts_as_progress(layers, cache):
+async def test_a_cached_layer_is_not_sent_and_counts_as_progress(layers, cache):
     log: list[int] = []
     reported: list[int] = []
     async with links() as context, served(context, layers, log=log) as source:
@@ -277,7 +277,7 @@ async def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
     whole(second, layers)
 
 
-async def test_the_first_address_that_answers_is_used(layers, cache):
+async def test_the_first_address_that_replies_is_used(layers, cache):
     async with links() as context, served(context, layers) as source:
         with socket.socket() as silent:
             with contextlib.suppress(OSError):  # some systems have no other loopback addresses
@@ -319,7 +319,7 @@ async def test_two_sources_share_the_work(layers, cache):
     assert len(logs[0]) + len(logs[1]) == BIG_CHUNKS + 2, "no chunk is sent twice"
 
 
-async def test_each_source_gives_what_only_it_has(layers, cache):
+async def test_each_source_sends_the_layers_that_only_it_has(layers, cache):
     async with (
         links() as context,
         served(context, layers[:1], "one") as one,
@@ -404,7 +404,7 @@ async def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
     whole(cache, layers)
 
 
-async def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers, cache):
+async def test_an_unreachable_source_does_not_matter_if_another_has_all_layers(layers, cache):
     async with links() as context, served(context, layers) as source:
         gone = here("gone", new_identity().public, 1)
         await fetch(context, [gone, source], layers, cache)
@@ -511,7 +511,7 @@ async def test_a_source_that_lies_is_refused(layers, cache, lie, why):
 @pytest.mark.parametrize(
     "held", [Present(held=[]), Present(held=[True] * 5), NoChunk(digest="", offset=None, reason="")], ids=repr
 )
-async def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held: TransferMessage):
+async def test_a_source_that_does_not_list_its_layers_is_refused(layers, cache, held: TransferMessage):
     error = await refusal(lambda request: [encode(held)], layers[0], cache)
     assert "did not say which layers it holds" in str(error)
 
@@ -564,7 +564,7 @@ async def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache):
 # ---- early ends -----------------------------------------------------------------------------------------------------
 
 
-async def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
+async def test_only_a_few_chunks_are_requested_at_a_time(layers, cache):
     asked: list[int] = []
     enough = asyncio.Event()
 
@@ -584,7 +584,7 @@ async def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
     assert asked == list(range(transfer.UNDER_WAY))
 
 
-async def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
+async def test_chunks_that_arrived_before_a_stop_are_not_sent_again(layers, cache, tmp_path):
     logs: tuple[list[int], list[int]] = ([], [])
     reported: list[int] = []
     third = asyncio.Event()
@@ -740,7 +740,7 @@ async def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache)
     assert cache.has(layers[0].ref())
 
 
-async def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
+async def test_a_request_that_is_too_large_is_not_received(layers, cache):
     async with links() as context, served(context, layers) as source:
         odd = _client(context, source)
         await odd.send(bytes(MAX_REQUEST_BYTES + 1))
@@ -794,7 +794,7 @@ async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog)
     assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
 
 
-async def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
+async def test_a_key_that_is_no_longer_trusted_gets_no_reply(layers, caplog):
     trusted = {ME.public}
     async with links() as context:
         identity, ref = new_identity(), layers[0].ref()
@@ -823,7 +823,7 @@ async def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, t
     whole(cache, layers)
 
 
-async def test_a_ref_is_asked_for_once(layers, cache):
+async def test_a_layer_is_requested_once(layers, cache):
     log: list[int] = []
     async with links() as context, served(context, layers, log=log) as source:
         refs: list[LayerRef] = [layers[0].ref()] * 3
@@ -835,7 +835,7 @@ async def test_a_ref_is_asked_for_once(layers, cache):
 
 
 @pytest.mark.parametrize("what", ["in the cache", "in the model"])
-async def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
+async def test_stopping_waits_for_the_hash_of_one_chunk_and_not_of_the_layer(layers, cache, monkeypatch, what):
     big = layers[2]
     put(cache, big)
     again = LayerCache(cache.path(big.ref().digest).parent)  # it has not scanned the folder yet
@@ -863,7 +863,7 @@ async def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(
         assert again.has(big.ref()), "what was not read whole is not damaged"
 
 
-async def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
+async def test_an_error_that_nobody_awaits_any_more_is_not_logged():
     """The waiter is cancelled twice, as a task of a group that ends is."""
     begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
 

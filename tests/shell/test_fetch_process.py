@@ -107,7 +107,7 @@ async def fetch(
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-async def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
+async def test_a_fetch_continues_without_a_killed_or_stopped_source(model, layer, tmp_path, monkeypatch, name):
     cache = LayerCache(tmp_path / "cache")
     stalling = judge_silence(monkeypatch) if name == "SIGSTOP" else set()  # a killed source is noticed at once
     await fetch(model, layer, cache, getattr(signal, name), other=True, stalling=stalling)

@@ -39,7 +39,7 @@ PUBLIC = ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822", "2002:5db
         *("2002:7f00:1::1", "2002:c0a8:101::1", "2001:0:7f00:1::1"),
     ],
 )
-def test_what_only_this_network_reaches_is_never_asked(address):
+def test_private_addresses_are_never_contacted(address):
     assert public_addresses([address, *PUBLIC]) == PUBLIC
 
 
@@ -72,7 +72,7 @@ def fetcher(**how) -> PictureFetcher:
     return PictureFetcher(lambda found: [each for each in found if each == HOME], **how)
 
 
-async def test_a_picture_is_what_is_there_and_its_site_is_told_nothing_of_others():
+async def test_a_picture_is_the_response_body_and_its_site_learns_nothing_of_others():
     async with site(response(ONE, "200 OK", "Set-Cookie: a=b"), response(ONE)) as (port, asked):
         for _ in range(2):
             assert await fetcher().fetch(f"http://localhost:{port}/a.png?b", "a") == ONE
@@ -82,7 +82,7 @@ async def test_a_picture_is_what_is_there_and_its_site_is_told_nothing_of_others
     assert not [line for line in lines if line.lower().startswith(("cookie", "authorization", "referer"))]
 
 
-async def test_where_a_site_sends_the_head_is_judged_like_the_first_place():
+async def test_a_redirect_is_checked_like_the_first_url():
     async with site(response(ONE)) as (there, asked):
         moved = response(b"", "302 Found", f"Location: http://{HOME}:{there}/b")
         async with site(moved) as (port, _):
@@ -111,7 +111,7 @@ async def test_where_a_site_sends_the_head_is_judged_like_the_first_place():
         ([b"no HTTP"], "cannot be fetched"),
     ],
 )
-async def test_a_site_that_gives_no_picture_costs_a_request_one_clear_error(responses, why):
+async def test_a_site_without_a_picture_is_one_clear_error_of_the_request(responses, why):
     async with site(*responses) as (port, _):
         with pytest.raises(RequestError, match=f"a: http://{HOME}:{port}/a .*{why}") as refused:
             await fetcher(max_bytes=98).fetch(f"http://{HOME}:{port}/a", "a")
@@ -126,7 +126,7 @@ async def test_a_site_that_is_silent_is_given_up():
 @pytest.mark.parametrize(
     "url", ["http://", "http:///a", "http://a b/", f"http://{'a' * 300}/", "https://[::1", "http://\0/"]
 )
-async def test_what_is_no_url_is_refused(url):
+async def test_an_invalid_url_is_refused(url):
     with pytest.raises(RequestError, match="a: "):
         await fetcher().fetch(url, "a")
 
@@ -140,7 +140,7 @@ def asked_for(*urls):
     return {"messages": [{"role": "user", "content": [TEXT, *parts]}]}
 
 
-def test_a_picture_by_url_stands_in_the_prompt_like_one_that_was_sent():
+def test_a_picture_by_url_is_encoded_like_one_in_the_request():
     made = backend(fetches=True)
     made.fetcher.fetch = fetched
     assert post(made, CHAT, **asked_for("https://example.org/a", "http://example.org/a")).status_code == 200
@@ -150,7 +150,7 @@ def test_a_picture_by_url_stands_in_the_prompt_like_one_that_was_sent():
     assert "--fetch-images" in post(made, CHAT, **asked_for("https://example.org/a")).text
 
 
-def test_a_request_has_some_pictures_by_url_at_most_and_no_file_is_one():
+def test_the_number_of_pictures_by_url_is_limited_and_file_urls_are_refused():
     made = backend(fetches=True)
     many = post(made, CHAT, **asked_for(*(f"https://example.org/{number}" for number in range(17))))
     assert (many.status_code, "16 pictures by URL" in many.text) == (400, True)

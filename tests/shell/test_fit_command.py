@@ -26,7 +26,7 @@ def house(tmp_path):
     return tmp_path
 
 
-def test_a_table_says_what_runs_how_fast_and_what_would_help(fit, house):
+def test_a_table_shows_which_models_run_how_fast_and_the_best_upgrade(fit, house):
     code, out, err = fit("--devices", house, "--only", "llama3")
     assert (code, err) == (0, "")
     rows = [line for line in out.splitlines() if "llama3" in line and "-q4k" in line and "primad" not in line]
@@ -38,7 +38,7 @@ def test_a_table_says_what_runs_how_fast_and_what_would_help(fit, house):
     assert "What would help most: with 16 GiB more in" in out
 
 
-def test_what_fit_says_is_what_plan_says(fit, house, command):
+def test_fit_and_plan_report_the_same_figures(fit, house, command):
     _, out, _ = fit("--devices", house, "--only", "mistral-nemo", "--json")
     for each in json.loads(out)["models"]:
         _, whole, _ = command(
@@ -49,7 +49,7 @@ def test_what_fit_says_is_what_plan_says(fit, house, command):
         assert each["ttft_ms"] == pytest.approx(predicted["ttft_ms"])
 
 
-def test_what_does_not_run_says_what_is_short(fit, house):
+def test_a_model_that_does_not_run_has_its_reason(fit, house):
     code, out, _ = fit(
         "--devices", house, "--only", "qwen3-235b", "--max-ram", "desk=200MB", "--max-ram", "laptop=200MB"
     )

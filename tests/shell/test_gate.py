@@ -18,7 +18,7 @@ from primad.network.sockets import MAX_DESCRIPTORS, endpoint, listen, open_socke
 from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SECOND, SERVER, STRANGER, House, house
 
 
-async def test_a_trusted_key_gets_in_and_every_message_says_whose_it_is():
+async def test_a_trusted_key_gets_in_and_every_message_has_its_senders_key():
     async with house(SECOND) as here:
         for who in (FRIEND, SECOND):
             client = here.client(who)
@@ -58,7 +58,7 @@ async def test_without_a_gate_nobody_gets_in():
     here.close()
 
 
-async def test_a_gate_that_closed_lets_nobody_in_any_more_and_another_one_may_take_its_place():
+async def test_a_closed_gate_lets_nobody_in_and_another_may_replace_it():
     here = House(lambda key: True)
     async with asyncio.timeout(PATIENCE_S):
         async with here.gate:
@@ -72,7 +72,7 @@ async def test_a_gate_that_closed_lets_nobody_in_any_more_and_another_one_may_ta
     here.close()
 
 
-async def test_who_pins_another_server_key_says_nothing_to_ours():
+async def test_a_client_that_pins_another_server_key_sends_nothing_to_ours():
     async with house() as here:
         client = here.client(server=STRANGER.public)
         await client.send(b"for the other one only")
@@ -80,7 +80,7 @@ async def test_who_pins_another_server_key_says_nothing_to_ours():
         await here.serves_its_friend()
 
 
-async def test_who_was_revoked_does_not_come_back_and_its_open_connection_can_be_told():
+async def test_a_revoked_key_cannot_reconnect_and_its_open_connection_can_be_recognised():
     trusted = {FRIEND.public, SECOND.public}
     async with house(allows=trusted.__contains__) as here:
         client = here.client(SECOND)
@@ -127,7 +127,7 @@ async def test_a_message_that_came_through_no_gate_has_no_sender():
 # the gate's log lines, and what it survives
 
 
-async def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
+async def test_refusals_are_logged_once_a_second_and_name_no_secret(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
         async with house() as here:
@@ -142,7 +142,7 @@ async def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
         assert text not in caplog.text
 
 
-async def test_trust_that_cannot_be_asked_is_a_no(caplog):
+async def test_a_key_is_refused_if_the_trust_store_cannot_be_read(caplog):
     def damaged(key: str) -> bool:
         raise ConfigError("trust.json: is damaged")
 
@@ -152,13 +152,13 @@ async def test_trust_that_cannot_be_asked_is_a_no(caplog):
     assert "trust.json: is damaged" in caplog.text
 
 
-async def test_a_gate_that_was_cancelled_in_the_middle_of_a_flood_leaves_nothing_behind():
+async def test_a_gate_that_is_cancelled_during_a_flood_leaves_nothing_open():
     async with house() as here:
         for _ in range(50):
             await here.client(STRANGER).send(b"secret?")
 
 
-def test_descriptors_are_raised_to_what_the_user_may_have():
+def test_the_descriptor_limit_is_raised_to_the_users_maximum():
     limit = raise_descriptor_limit()
     assert raise_descriptor_limit() == limit
     if sys.platform != "win32":

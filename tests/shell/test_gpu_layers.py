@@ -52,7 +52,7 @@ def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, o
     assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output=output), 2) == reported
 
 
-def test_what_llama_cpp_cannot_do_is_our_mistake():
+def test_a_placement_that_llama_cpp_cannot_do_is_an_assertion_error():
     with pytest.raises(AssertionError):
         MiddleWindow(on_gpu(0, "gpu"), OPTIONS)
     for kind in (TailWindow, WholeModel):
@@ -61,7 +61,7 @@ def test_what_llama_cpp_cannot_do_is_our_mistake():
 
 
 @pytest.mark.parametrize(("gpu_layers", "output"), [(0, False), (0, True), (3, True), (8, True)])
-def test_a_plan_of_one_window_says_what_of_the_whole_model_is_on_the_gpu(gpu_layers, output):
+def test_a_plan_of_one_window_sets_the_gpu_layers_of_the_whole_model(gpu_layers, output):
     window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=output, streaming=(), left_out=())
     (assignment,) = assignments(plan, model(layers=8))["desk"].windows
@@ -99,7 +99,7 @@ def placed_by_llama_cpp(split: list[int], layers: int, reported: int) -> list[in
 
 
 @pytest.mark.parametrize("layers", [1, 7, 48, 80, 126])
-def test_each_layer_lies_on_the_gpu_that_the_plan_says(layers):
+def test_each_layer_is_on_its_planned_gpu(layers):
     options = msgspec.structs.replace(OPTIONS, gpu="A", other_gpus=("B", "C"))
     for on_gpus in {1, layers // 2, layers} - {0}:
         for second in range(on_gpus + 1):
@@ -114,7 +114,7 @@ def test_each_layer_lies_on_the_gpu_that_the_plan_says(layers):
                 assert names == expected
 
 
-def test_gpus_stand_in_the_order_of_their_layers_and_the_one_that_helps_first():
+def test_gpus_are_in_the_order_of_their_layers_with_the_one_for_prefill_offload_first():
     options = msgspec.structs.replace(OPTIONS, gpu="A", other_gpus=("B",))
     helping = msgspec.structs.replace(options, offloading_gpu="B")
 
@@ -135,7 +135,7 @@ def test_gpus_stand_in_the_order_of_their_layers_and_the_one_that_helps_first():
         order(options, gpu_layers=6, other_gpus=(1, 1))
 
 
-def test_a_plan_of_two_gpus_says_what_is_on_each():
+def test_a_plan_of_two_gpus_sets_the_layers_on_each():
     window = Window(device="desk", first=0, last=8, gpu_layers=6, other_gpus=(4,))
     plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
     found = assignments(plan, model(layers=8))["desk"]

@@ -105,7 +105,7 @@ def test_a_share_of_layers_leaves_the_gpu_at_once(tmp_path):
     assert left.assignment.layer_bytes == 3 * (Path(source.layers[0]).stat().st_size - HEADER_BYTES)
 
 
-def test_experts_that_were_in_ram_stay_there_and_the_others_follow_their_layers(tmp_path):
+def test_experts_in_ram_stay_there_and_the_others_follow_their_layers(tmp_path):
     synth.write_model(tmp_path / "model.gguf", architecture="qwen3moe")
     cutter, paths = ModelCutter(read_header(tmp_path / "model.gguf")), []
     for split, ref in enumerate(cutter.spec(1, 0, 6).layers, start=1):
@@ -129,7 +129,7 @@ def test_experts_that_were_in_ram_stay_there_and_the_others_follow_their_layers(
     assert found == [(4, 4), (3, 3), (2, 2)]
 
 
-def test_what_no_processor_loads_either_is_its_own_error(tmp_path):
+def test_a_load_that_fails_on_the_cpu_too_raises_its_own_error(tmp_path):
     def load(each: Open) -> Open:
         raise EngineError(f"broken with {on_gpu(each)}")
 
@@ -173,7 +173,7 @@ def prefill_offload(source: WindowSource) -> WindowSource:
 
 
 @pytest.mark.parametrize(("gpu_layers", "fits"), [(0, 0), (4, 4), (4, 3)])
-def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
+def test_prefill_offload_is_given_up_before_gpu_layers(tmp_path, gpu_layers, fits):
     asked, reported = opening(prefill_offload(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
 
     def load(each: Open) -> Open:
@@ -187,7 +187,7 @@ def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
     assert reported == [GpuLoaded(layers=fits, planned=gpu_layers, held_bytes=30, why="no room")]
 
 
-def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
+def test_memory_held_for_prefill_offload_is_reported_and_plans_without_room_have_none():
     care, offloading = Care(), replace(PROFILE, gpu=replace(GPU, prefill_offload=(OFFLOADED,)))
     care.has(1, GpuLoaded(layers=0, planned=0, held_bytes=5, why=""))
     assert care.bounded(offloading) == offloading
@@ -220,7 +220,7 @@ class Care(GpuCare):
         self.loaded(number, event, self.again.append)
 
 
-def test_plans_have_no_more_of_a_gpu_than_it_gave():
+def test_plans_use_no_more_of_a_gpu_than_loaded_on_it():
     care = Care()
     assert care.bounded(PROFILE) == PROFILE
     care.has(1, GpuLoaded(layers=3, planned=4, held_bytes=5, why="out of memory"))
@@ -235,7 +235,7 @@ def test_plans_have_no_more_of_a_gpu_than_it_gave():
     assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
 
 
-def test_what_our_own_rings_hold_counts_as_free():
+def test_gpu_memory_of_own_rings_counts_as_free():
     care, capped = Care(), Care(replace(NO_LIMITS, vram=2 * GIB))
     taken = a_gpu(1 * GIB)
     for each in (care, capped):
@@ -246,7 +246,7 @@ def test_what_our_own_rings_hold_counts_as_free():
     assert care.now(shared) == shared, "there it is RAM, of which processes of ours count as free already"
 
 
-def test_a_ring_without_room_beside_the_one_before_is_loaded_again_once_that_has_ended():
+def test_a_ring_without_room_next_to_its_predecessor_is_loaded_again_once_that_has_ended():
     care = Care()
     care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=3 * GIB, why=""))
     care.has(2, GpuLoaded(layers=1, planned=4, held_bytes=1 * GIB, why="out of memory"))
@@ -263,7 +263,7 @@ def test_a_ring_without_room_beside_the_one_before_is_loaded_again_once_that_has
     assert care.printed == []
 
 
-async def test_what_other_programs_need_is_given_back_and_had_again_when_they_are_gone(monkeypatch):
+async def test_memory_that_other_programs_need_is_released_and_used_again_later(monkeypatch):
     times = itertools.count(step=10)
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(times)))
     care = Care()
@@ -296,7 +296,7 @@ def available(profile: DeviceProfile) -> int:
     return profile.gpu.vram_available_bytes
 
 
-def test_a_lack_that_lasts_is_told_once_until_it_is_over():
+def test_a_lasting_lack_of_gpu_memory_is_reported_once():
     free, total = [300 << 20], 16 * GIB
     watch = GpuWatch(lambda: free[0], total)
     seconds = itertools.count(step=2)
@@ -314,7 +314,7 @@ def test_a_lack_that_lasts_is_told_once_until_it_is_over():
     assert watch.look(looked + 1.9) is None, "too early to look"
 
 
-def test_what_was_not_free_when_it_was_loaded_is_no_lack_of_later():
+def test_memory_that_was_not_free_at_loading_is_no_later_lack():
     free = [10 << 20]
     watch = GpuWatch(lambda: free[0], 24 * GIB)
     assert [watch.look(now) for now in (0, 2, 4)] == [None] * 3
@@ -342,7 +342,7 @@ OTHER = replace(GPU, id="CUDA1")
 BOTH = replace(PROFILE, other_gpus=(OTHER,))
 
 
-def test_what_each_gpu_holds_is_told_and_counts_as_free_there(tmp_path):
+def test_memory_held_on_each_gpu_is_reported_and_counts_as_free_there(tmp_path):
     source = window(tmp_path / "a", 6, 5)
     split = msgspec.structs.replace(source, assignment=replace(source.assignment, other_gpus=(2,)))
     options = msgspec.structs.replace(OPTIONS, gpu="CUDA0", other_gpus=("CUDA1",))
@@ -380,7 +380,7 @@ async def test_a_lack_on_one_gpu_leaves_the_other():
     assert care.again
 
 
-def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():
+def test_the_failing_gpu_of_two_is_found_by_trial_and_left_out():
     care, crash = Care(), RingError("the ring process was ended by SIGABRT: CUDA error")
     care.now(BOTH)
     found = []
@@ -397,7 +397,7 @@ def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():
     ]
 
 
-def test_a_gpu_that_was_left_out_is_back_when_the_other_was_the_one_that_failed():
+def test_a_gpu_that_was_left_out_returns_if_the_other_one_was_at_fault():
     """By then, the head's profile of the worker lacks it."""
     care, crash = Care(), RingError("the ring process was ended by SIGSEGV")
     known = care.now(BOTH)
@@ -407,7 +407,7 @@ def test_a_gpu_that_was_left_out_is_back_when_the_other_was_the_one_that_failed(
     assert [gpu.id for gpu in known.gpus] == ["CUDA1"]
 
 
-def test_what_is_held_where_the_first_gpu_is_left_out_is_held_of_the_other():
+def test_without_the_first_gpu_held_memory_counts_for_the_other():
     care = Care()
     taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
     care.now(taken)

@@ -115,7 +115,7 @@ def test_a_total_goes_out_while_parts_are_still_on_their_way():
 
 
 @pytest.mark.parametrize("count", [100, SLICED_BYTES])
-def test_totals_of_parts_in_16_bits_are_equal_on_every_rank_and_as_near_as_that_is(count):
+def test_totals_of_parts_in_16_bits_are_equal_on_every_rank_and_within_rounding(count):
     noise = np.random.default_rng(count)
     parts = [noise.standard_normal(count).astype(np.float32) * 10.0 ** noise.integers(-3, 5, count) for _ in range(3)]
     exchanges = linked(3, halves=True)
@@ -160,7 +160,7 @@ def test_a_rank_that_listens_everywhere_is_reached_at_any_address():
     listener.close()
 
 
-def test_a_rank_that_is_gone_is_named():
+def test_a_vanished_rank_is_named():
     exchanges = linked(3)
     exchanges[1].close()
     results = together([exchanges[0], exchanges[2]], lambda _, exchange: exchange.sum(np.zeros(10, np.float32)))
@@ -176,7 +176,7 @@ def test_a_rank_that_is_late_is_named():
     first.close()
 
 
-def test_a_rank_that_says_nothing_is_late_long_before_a_step_is():
+def test_a_silent_rank_is_late_long_before_a_step_is():
     patience = PeerPatience(timeout_s=60)
     for step in range(KNOWN_STEPS):
         patience.begin(step)
@@ -219,7 +219,7 @@ def test_a_changed_byte_is_not_believed(at):
         end.close()
 
 
-def test_a_frame_that_comes_again_is_not_believed():
+def test_a_replayed_frame_is_rejected():
     ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
     frame = sealed(hellos, struct.pack("<f", 1))
     ends[1].sendall(frame + frame)

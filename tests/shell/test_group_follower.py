@@ -167,7 +167,7 @@ def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path, monk
         (b"\xc1", "not a step header"),
     ],
 )
-def test_what_is_no_step_of_this_ring_is_not_computed(message, why):
+def test_an_invalid_step_is_not_computed(message, why):
     first, second = pair()
     first.lead(message)
     follower = GroupFollower({}, second, LIMITS)
@@ -177,7 +177,7 @@ def test_what_is_no_step_of_this_ring_is_not_computed(message, why):
     second.close()
 
 
-def test_a_follower_waits_for_nothing(header):
+def test_a_follower_without_a_step_does_not_block(header):
     first, second = pair()
     assert not GroupFollower({}, second, LIMITS).turn()
     first.close()

@@ -69,7 +69,7 @@ def test_shares_that_stream_have_the_bits_of_shares_in_memory(architecture, stre
 
 
 @pytest.mark.parametrize("number", [1, 5], ids=["of a new graph", "of a known graph"])
-def test_a_rank_whose_weights_changed_keeps_the_first_one_from_a_result(number, tmp_path):
+def test_changed_weights_on_one_rank_keep_the_first_rank_from_a_result(number, tmp_path):
     synth.write_model(tmp_path / "model.gguf", **SIZES)
     ranks, cuts = {}, [0, 3, 6]
 

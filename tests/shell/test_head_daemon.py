@@ -307,7 +307,7 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
 # ---- the first ring -------------------------------------------------------------------------------------------------
 
 
-async def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
+async def test_a_head_without_mdns_reports_it_and_serves(lab, monkeypatch):
     async def fail(*_: object, **__: object) -> str:
         raise MulticastError("mDNS did not start")
 
@@ -331,7 +331,7 @@ async def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
-async def test_a_service_manager_hears_of_a_head_that_it_is_ready_lives_and_ends(lab, monkeypatch):
+async def test_a_service_manager_is_notified_that_a_head_is_ready_alive_and_stopping(lab, monkeypatch):
     with manager.listening() as ear:
         monkeypatch.setenv("NOTIFY_SOCKET", ear.getsockname())
         monkeypatch.setenv("WATCHDOG_USEC", "200000")
@@ -364,7 +364,7 @@ async def test_the_devices_in_sight_serve_together(lab):
         ]
 
 
-async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog, monkeypatch):
+async def test_a_plan_that_a_request_proves_wrong_is_reported_and_corrects_the_next(lab, caplog, monkeypatch):
     async def value(_: Planner, forecast: Forecast) -> float:
         return 10.0
 
@@ -401,7 +401,7 @@ async def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
 
 
-async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatch):
+async def test_short_and_disturbed_requests_correct_nothing(lab, monkeypatch):
     async def value(_: Planner, forecast: Forecast) -> float:
         return 10.0 / len(forecast.plan.devices)
 
@@ -429,7 +429,7 @@ async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monk
         shadow.may_form.set()
 
 
-async def test_a_head_alone_in_sight_serves_alone(lab):
+async def test_a_head_without_devices_in_sight_serves_alone(lab):
     async with lab() as here:
         here.start()
         await here.serves()
@@ -446,7 +446,7 @@ async def test_devices_are_introduced_to_each_other(lab):
         assert nas.key not in known
 
 
-async def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
+async def test_named_devices_are_greeted_if_none_is_in_sight(lab):
     async with lab() as here:
         nas = here.device("nas", seen=False)
         here.start(devices=(f"127.0.0.1:{nas.port}",))
@@ -474,7 +474,7 @@ async def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
         await here.serves("nas")
 
 
-async def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_to_be(lab):
+async def test_a_named_device_that_does_not_reply_is_awaited_unless_wait_is_0(lab):
     async with lab() as here:
         nas = here.device("nas", seen=False)
         await nas.leave()
@@ -483,7 +483,7 @@ async def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_
         assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no answer") for line in here.printed)
 
 
-async def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
+async def test_a_named_device_with_an_unknown_host_name_is_reported(lab):
     async with lab() as here:
         here.start(devices=("no.such.host.invalid:7770",), timings=impatient(), wait=0)
         await here.serves()
@@ -519,7 +519,7 @@ async def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab
 # ---- trust ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
+async def test_an_unpaired_device_is_named_once_and_not_contacted(lab):
     async with lab() as here:
         stranger = here.device("stranger", trusted=False)
         here.start()
@@ -572,7 +572,7 @@ async def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
         assert len(nas.hellos) == 1, "it is not greeted any more"
 
 
-async def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_taken_back_when_it_is_paired_again(lab):
+async def test_a_revoked_device_is_notified_on_each_return_and_used_again_once_paired(lab):
     async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         nas, lap = here.device("nas"), here.device("lap")
@@ -591,7 +591,7 @@ async def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_take
         assert message.revoked == [], "for all workers of this head"
 
 
-async def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
+async def test_a_device_renamed_by_its_owner_has_the_new_name_everywhere(lab):
     async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         nas = here.device("nas")
@@ -606,7 +606,7 @@ async def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(
 # ---- lost devices ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
+async def test_a_dead_device_is_left_out_and_the_stream_continues(lab):
     async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
@@ -640,7 +640,7 @@ async def test_the_loss_of_each_device_was_planned_for_before(lab):
         assert here.solver.asked == [("desk", "lap", "nas")], "the answer was there"
 
 
-async def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(lab):
+async def test_a_silent_device_causes_a_shadow_ring_that_serves_once_it_is_gone(lab):
     async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start(**QUICK)
@@ -658,7 +658,7 @@ async def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_g
         stream.task.cancel()
 
 
-async def test_a_device_that_speaks_again_keeps_its_ring(lab):
+async def test_a_silent_device_that_replies_again_keeps_its_ring(lab):
     async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start(**(QUICK | {"gone_after": 20}))
@@ -700,7 +700,7 @@ async def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_devic
         assert (await following.ends()).reason == "stop"
 
 
-async def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
+async def test_a_broken_ring_is_formed_again_without_the_device_at_fault(lab):
     async with lab() as here:
         here.device("nas")
         here.device("lap")
@@ -717,7 +717,7 @@ async def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
 
 
 @pytest.mark.parametrize("forms_again", [True, False])
-async def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, forms_again):
+async def test_an_unreadable_model_file_is_reported_and_tried_again_later(lab, forms_again):
     """A ring that breaks over it, while serving or while being formed, is not formed again at once."""
     async with lab() as here:
         path = str(here.header.path)
@@ -780,7 +780,7 @@ async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value,
         assert (await stream.ends()).reason == "stop"
 
 
-async def test_with_parallel_tensor_a_device_that_comes_has_a_share_even_if_that_gains_nothing(lab):
+async def test_with_parallel_tensor_a_new_device_has_a_share_even_if_that_gains_nothing(lab):
     async with lab() as here:
         here.solver.value = lambda count: float(10 + count)
         here.parallel = "tensor"
@@ -792,7 +792,7 @@ async def test_with_parallel_tensor_a_device_that_comes_has_a_share_even_if_that
 
 
 @pytest.mark.parametrize("may_keep", [True, False])
-async def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on_with_their_attention(
+async def test_requests_started_while_a_ring_with_other_attention_forms_keep_their_attention(
     lab, monkeypatch, may_keep
 ):
     """The ring was planned without requests; the next one is planned to keep the request's attention if possible."""
@@ -869,7 +869,7 @@ async def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
         assert (await stream.ends()).reason == "stop"
 
 
-async def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
+async def test_a_leaving_device_is_dismissed_if_the_others_cannot_take_over(lab):
     async with lab() as here:
         here.solver.minimum = 2
         nas = here.device("nas")
@@ -902,7 +902,7 @@ async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
     await device.notify(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
 
 
-async def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
+async def test_a_device_short_of_memory_gets_a_new_plan_and_the_stream_continues(lab):
     """The new plan fits the memory that is left; the first ring serves until the second is ready."""
     async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
@@ -926,7 +926,7 @@ async def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_
         assert (await stream.ends()).reason == "stop"
 
 
-async def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
+async def test_a_device_with_room_again_gets_a_new_plan_if_that_gains(lab):
     async with lab() as here:
         nas = here.device("nas")
         here.start()
@@ -945,7 +945,7 @@ async def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(
         await here.rings.find(lambda each: each is second and each.closed)
 
 
-async def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab):
+async def test_an_unreachable_device_is_measured_again_and_used_once_reachable(lab):
     soon = replace(
         TIMINGS,
         network=replace(TIMINGS.network, link_timeout_s=PATIENCE_S, link_again_s=0.01),
@@ -975,7 +975,7 @@ async def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_
         assert (await here.emits("nas is left out: desk does not reach nas (")).endswith("or use a cable")
 
 
-async def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
+async def test_a_head_with_room_again_replans_if_that_gains(lab, monkeypatch):
     """A head that was short of memory samples it until there is room again."""
     now = iter(range(0, 10**6, 30))
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -996,7 +996,7 @@ async def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkey
         assert await here.serves("nas", after=second.epoch)
 
 
-async def test_a_head_short_of_memory_plans_anew(lab):
+async def test_a_head_short_of_memory_replans(lab):
     async with lab() as here:
         here.device("nas")
         here.start()
@@ -1029,7 +1029,7 @@ async def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         assert await here.serves("lap", "nas", after=second.epoch)
 
 
-async def test_plans_have_no_more_of_a_device_than_is_lent(lab):
+async def test_plans_respect_the_memory_limit_of_a_device(lab):
     async with lab() as here:
         here.device("nas")
         here.start()
@@ -1043,7 +1043,7 @@ async def test_plans_have_no_more_of_a_device_than_is_lent(lab):
 
 
 @pytest.mark.parametrize("device", ["desk", "nobody"])
-async def test_only_other_devices_that_are_trusted_are_lent(lab, device):
+async def test_limits_apply_only_to_other_trusted_devices(lab, device):
     async with lab() as here:
         here.start()
         await here.serves()
@@ -1051,7 +1051,7 @@ async def test_only_other_devices_that_are_trusted_are_lent(lab, device):
             await here.daemon.admin_api.limit_device(DeviceLimit(device=device, is_paused=True))
 
 
-async def test_another_cluster_is_imagined_and_nothing_changes(lab):
+async def test_a_what_if_forecast_changes_nothing(lab):
     async with lab() as here:
         here.solver.prediction = prediction(desk_s=0.1, nas_s=0.1)
         here.device("nas")
@@ -1071,7 +1071,7 @@ async def test_another_cluster_is_imagined_and_nothing_changes(lab):
         assert (await here.backend.status())["epoch"] == ring.epoch
 
 
-async def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(lab):
+async def test_the_admin_api_accepts_the_code_that_a_device_shows_and_both_trust_each_other(lab):
     async with lab() as here:
         nas = here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
@@ -1090,7 +1090,7 @@ async def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_
         await here.serves("nas", after=single_device.epoch)
 
 
-async def test_the_desk_shows_a_code_approves_and_revokes(lab):
+async def test_the_admin_api_shows_a_code_approves_and_revokes(lab):
     async with lab() as here:
         here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
@@ -1155,7 +1155,7 @@ async def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
         await asyncio.wait([here.running])
 
 
-async def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_same(lab):
+async def test_a_head_that_ends_while_closing_a_broken_ring_still_closes_it(lab):
     async with lab() as here:
         here.device("nas")
         here.start()
@@ -1191,7 +1191,7 @@ def fails_once(monkeypatch, holder: object, name: str) -> None:
     monkeypatch.setattr(holder, name, first)
 
 
-async def test_a_mistake_of_our_own_in_planning_is_told(lab):
+async def test_an_internal_error_in_planning_is_reported(lab):
     async with lab() as here:
         here.device("nas")
         here.solver.value = lambda count: 1 / 0
@@ -1201,7 +1201,7 @@ async def test_a_mistake_of_our_own_in_planning_is_told(lab):
         assert caught.group_contains(ClusterError, match="internal error of the head: ZeroDivisionError")
 
 
-async def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
+async def test_a_ring_is_formed_again_after_an_internal_error(lab):
     async with lab() as here:
         here.device("nas")
         here.start()
@@ -1212,7 +1212,7 @@ async def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(l
         await here.serves("nas", after=ring.epoch)
 
 
-async def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_done(lab):
+async def test_a_head_looks_for_devices_while_measured_and_plans_afterwards(lab):
     async with lab() as here:
         here.profile.measured.clear()
         device = here.device("nas")
@@ -1223,7 +1223,7 @@ async def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_do
         await here.serves("nas")
 
 
-async def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
+async def test_a_device_is_greeted_once_its_measurement_is_done(lab):
     async with lab() as here:
         device = here.device("nas", seen=False)
         here.discovery.sees(device, is_measuring=True)
@@ -1235,7 +1235,7 @@ async def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
         await here.serves("nas")
 
 
-async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
+async def test_a_deadline_that_passes_while_the_core_decides_is_not_missed(lab, monkeypatch):
     """The machine may pause between two reads of the clock."""
     decide = core_loop_module.step
 
@@ -1254,7 +1254,7 @@ async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypa
 
 
 @pytest.mark.parametrize("work", ["probe", "measure"])
-async def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again(lab, monkeypatch, work):
+async def test_a_device_is_greeted_and_measured_again_after_an_internal_error(lab, monkeypatch, work):
     async with lab() as here:
         fails_once(monkeypatch, devices_module if work == "probe" else LinkBook, work)
         here.device("nas")
@@ -1262,7 +1262,7 @@ async def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again
         await here.serves("nas")
 
 
-async def test_a_mistake_of_our_own_before_a_ring_is_made_is_told(lab, monkeypatch):
+async def test_an_internal_error_before_a_ring_is_made_is_reported(lab, monkeypatch):
     async with lab() as here:
         fails_once(monkeypatch, planner_module.OwnDevice, "begin")
         here.start()

@@ -82,7 +82,7 @@ async def test_how_long_a_model_loads_is_forecast_until_it_is_served(lab):
         await model.end(here)
 
 
-async def test_what_a_model_would_give_is_planned_in_the_background_and_loads_nothing(lab):
+async def test_the_forecast_of_a_model_is_planned_in_the_background_and_loads_nothing(lab):
     async with lab() as here:
         here.device("nas")
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
@@ -120,7 +120,7 @@ async def test_a_device_that_is_lost_is_lost_for_all_models(lab):
             await each.end(here)
 
 
-async def test_a_model_that_nothing_can_serve_any_more_gives_up_its_place(lab):
+async def test_a_model_that_no_device_can_serve_any_more_is_unloaded(lab):
     async with lab() as here:
         nas = here.device("nas")
         here.start_without_model(QUICK)
@@ -136,7 +136,7 @@ async def test_a_model_that_nothing_can_serve_any_more_gives_up_its_place(lab):
         await model.end(here)
 
 
-async def test_of_several_models_one_whose_file_changed_is_loaded_again_by_a_request(lab):
+async def test_a_model_whose_file_changed_is_loaded_again_by_a_request(lab):
     async with lab() as here:
         here.start_without_model(QUICK)
         model = Model(here, "one")
@@ -147,7 +147,7 @@ async def test_of_several_models_one_whose_file_changed_is_loaded_again_by_a_req
         await model.end(here)
 
 
-async def test_a_model_without_a_plan_fails_and_the_head_goes_on(lab):
+async def test_a_model_without_a_plan_fails_and_the_head_continues(lab):
     async with lab() as here:
         here.solver.minimum = 2
         here.start_without_model()

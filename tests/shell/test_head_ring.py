@@ -80,7 +80,7 @@ def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
     return SimpleNamespace(forecast=forecast, epoch=EPOCH, **others)
 
 
-async def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
+async def test_a_head_process_short_of_memory_is_reported_and_continues():
     memory_low: list[int] = []
     delivered: list[tuple[int, RingEvent]] = []
     broken: list[object] = []
@@ -96,7 +96,7 @@ async def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
     assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
 
 
-async def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
+async def test_an_event_that_nobody_awaits_any_more_is_ignored():
     """Forming was cancelled, but the process has not ended yet."""
     kv = SimpleNamespace(expect=lambda _, of: None)
     ring = HeadRing(SimpleNamespace(epoch=1, node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
@@ -157,7 +157,7 @@ def overdue(waited_s: float, *, is_first: bool = False) -> Overdue:
         ((7,), (4, 4), (4, 4), None),  # the head computes and does not reply
     ],
 )
-async def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, lap, tab, parties):
+async def test_a_stuck_step_is_attributed_to_the_devices_before_and_after_it(own, lap, tab, parties):
     ring = looking(own=own, lap=lap, tab=tab)
     await ring._find_fault(overdue(head_ring.LOST_S / 2))
     if parties is None:
@@ -180,7 +180,7 @@ async def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_tha
             await asking
 
 
-async def test_the_first_rank_of_a_group_may_name_another_one_before_it_is_said_to_hang():
+async def test_the_first_rank_of_a_group_may_name_another_before_it_counts_as_hanging():
     shared = replace(PAIR, groups=((Rank(device="tab", weight=1), Rank(device="nas", weight=1)),))
     await looking(lap=(4,), tab=(), plan=shared)._find_fault(overdue(head_ring.LOST_S))
     with pytest.raises(StageError, match="tab: its ring process hangs"):
@@ -201,7 +201,7 @@ async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_l
     assert attributed(caught.value, PAIR, EPOCH).parties == ("lap", "tab")
 
 
-async def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
+async def test_a_command_to_a_breaking_ring_does_not_block_its_sender():
     """The process reads nothing, as if it were stopped; the handover to the next ring must not wait for it."""
     ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
     ring._process = Takes()
@@ -265,7 +265,7 @@ def leaving(monkeypatch) -> dict[str, str]:
     return found
 
 
-async def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
+async def test_no_ipv6_scope_of_the_head_is_sent_to_a_worker(leaving):
     home = Home(lap="fe80::2%4", tab="fe80::3%4")
     leaving["fe80::2%4"] = "fe80::1"
     sources = await home.ring._ring_addresses.sources(home.links["lap"])
@@ -280,7 +280,7 @@ async def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_
     assert await home.ring._ring_addresses.to_head(home.links["lap"]) == "192.168.1.2"
 
 
-async def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
+async def test_a_worker_without_a_route_is_at_fault_for_good(leaving):
     home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
     reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
     with pytest.raises(StageError, match=reason) as caught:
@@ -302,14 +302,14 @@ async def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         ("gone", "ring", ("gone", ()), "it: what is wrong"),
     ],
 )
-def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, attribution, reason):
+def test_an_accuser_is_a_party_to_the_fault_and_the_head_is_trusted(device, fault, attribution, reason):
     """desk, the head, sends steps to lap, lap to tab, and tab to desk."""
     text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
     found = attributed(StageError(text, device, fault), PAIR, EPOCH)
     assert ((found.device, found.parties), found.reason) == (attribution, reason)
 
 
-def test_what_the_heads_process_says_of_the_ring_is_believed():
+def test_the_heads_process_is_trusted_about_faults_of_the_ring():
     found = attributed(SenderError("the device before this one sent what is no step"), PAIR, EPOCH)
     assert (found.device, found.parties, found.reason) == (None, ("tab",), "tab sent what is no step")
     assert attributed(AlteredStepError("step 1 came back with other rows"), PAIR, EPOCH).parties == ("lap", "tab")
@@ -320,13 +320,13 @@ def test_what_the_heads_process_says_of_the_ring_is_believed():
     assert attributed(DiskError("full"), PAIR, EPOCH) == RingFailed(EPOCH, None, "full", lasting=True)
 
 
-def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_remembered():
+def test_layers_loaded_again_are_nobodys_fault_but_the_reporter_is_remembered():
     error = StageError("lap: other programs need memory of the GPU", "lap", AGAIN)
     assert attributed(error, PAIR, EPOCH) == RingFailed(EPOCH, None, str(error), parties=("lap",), again=True)
     assert attributed(LoadAgainError("as above"), PAIR, EPOCH) == RingFailed(EPOCH, None, "as above", again=True)
 
 
-async def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
+async def test_an_error_of_an_abandoned_ring_is_not_left_for_the_log():
     async def fails() -> None:
         try:
             await asyncio.Event().wait()
@@ -348,7 +348,7 @@ async def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
     assert unheard == []
 
 
-async def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
+async def test_a_first_worker_that_the_heads_process_cannot_reach_is_at_fault():
     class Blocked:
         async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
             raise NextDeviceError("the next device accepted no step for 30 s; it is gone or hangs")
@@ -359,7 +359,7 @@ async def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame(
     assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
 
-async def test_a_worker_that_takes_no_messages_is_lost():
+async def test_a_worker_that_accepts_no_messages_is_lost():
     async def send(_: object) -> None:
         raise ClusterError("the device at lap:1 takes no messages")
 
@@ -419,15 +419,13 @@ def accuses(device: str, other: str) -> RankLostError:
         ({"lap": accuses("lap", "tab"), "tab": accuses("tab", "lap")}, "tab", f"tab: lap {CLOSED}", ("tab", "lap")),
     ],
 )
-async def test_of_a_group_the_device_that_failed_first_is_at_fault_or_its_link(
-    monkeypatch, said, device, reason, between
-):
+async def test_the_first_failed_device_of_a_group_or_its_link_is_at_fault(monkeypatch, said, device, reason, between):
     ring = in_group(monkeypatch, **said)
     found = await ring._cause("lap", RankError(f"lap {CLOSED}", "lap"), "desk")
     assert attributed(found, GROUP, EPOCH) == RingFailed(EPOCH, device, reason, between=between)
 
 
-async def test_a_device_that_is_in_no_group_does_not_listen_for_one_nor_the_other_way_round():
+async def test_a_device_listens_for_a_group_only_if_it_is_in_one():
     deaf = SimpleNamespace(name="lap", attend=lambda _: None)
     first, other = (GroupRank(rank=rank, devices=["desk", "lap"], key=bytes(32)) for rank in (0, 1))
     for group, key, port in ((None, "", 0), (None, "key", 1), (first, "", 1), (first, "key", 0), (other, "key", 1)):

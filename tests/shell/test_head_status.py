@@ -143,7 +143,7 @@ async def in_lab(
         await here.close()
 
 
-async def test_every_device_is_told_of():
+async def test_every_device_is_in_the_status():
     async with in_lab(status(4), status(8)) as here:
         printed = await here.ring.status()
         assert (printed["epoch"], printed["rounds"], printed["predicted"]) == (5, 1, None)
@@ -156,7 +156,7 @@ async def test_every_device_is_told_of():
         assert printed["devices"][1]["daemon_rss_bytes"] == 9
 
 
-async def test_who_asks_while_the_devices_are_asked_gets_that_answer():
+async def test_concurrent_status_requests_share_one_query_of_the_devices():
     async with in_lab(status(4), status(8)) as here:
         here.process.answers.clear()
         asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
@@ -187,7 +187,7 @@ async def test_silent_devices_cost_one_patience_together():
         assert {value for each in printed["devices"] for value in each["memory"].values()} == {None}
 
 
-async def test_who_is_silent_while_a_request_is_open_computes():
+async def test_a_silent_device_computes_while_a_request_is_open():
     """A ring process replies between steps, and a prompt chunk may take long. A broken link is no computation."""
     async with in_lab(None, ClusterError("it takes nothing"), status_timeout_s=0.05) as here:
         here.ring._open_requests.add(7)
@@ -204,14 +204,14 @@ async def test_a_device_whose_link_broke_leaves_the_others_their_figures():
         assert [each["ring"] is None for each in printed["devices"]] == [False, True, False]
 
 
-async def test_an_answer_that_came_too_late_is_not_the_next_ones():
+async def test_a_late_status_is_not_the_reply_to_the_next_query():
     async with in_lab(status(4), status(8), status_timeout_s=0.2) as here:
         await here.ring.status()
         here.ring._status.put_nowait(status(1000))
         assert (await here.ring.status())["devices"][0]["ring"]["steps"] == 2
 
 
-async def test_who_asks_a_ring_that_closes_is_told_nothing():
+async def test_the_status_of_a_closing_ring_is_empty():
     async with in_lab(status(4), None) as here:
         asking = asyncio.create_task(here.ring.status())
         await here.process.asked.wait()

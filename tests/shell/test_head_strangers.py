@@ -46,7 +46,7 @@ async def test_strangers_without_end_are_not_named_without_end(lab):
         assert sum("more untrusted devices" in line for line in here.printed) == 1
 
 
-async def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
+async def test_a_stranger_that_takes_a_name_first_keeps_no_device_of_that_name_out(lab):
     async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         impostor = FakeDevice(here.context, "nas", identity=new_identity())
@@ -63,7 +63,7 @@ async def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out
         assert impostor.knocks == 0
 
 
-async def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
+async def test_a_device_that_claims_to_be_another_gets_its_own_name_and_links(lab):
     async with lab() as here:
         nas, liar = here.device("nas"), FakeDevice(here.context, "nas", identity=new_identity())
         here.trust.add(trusted_now("desk", liar.key, PAIRED))  # the head's name
@@ -89,7 +89,7 @@ def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("how", [None, PAIRED, BY_HAND])
-async def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypatch, how):
+async def test_a_head_opens_pairing_by_itself_only_while_it_trusts_nobody(lab, monkeypatch, how):
     async with lab() as here:
         monkeypatch.setattr(devices_module, "is_loopback", lambda _: False)
         if how is not None:

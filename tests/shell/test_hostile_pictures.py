@@ -26,7 +26,7 @@ async def test_no_file_ends_the_process_for_pictures(good, bomb, tmp_path):
 
 
 @pytest.mark.parametrize("make", [*GOOD, *GOOD_SOUNDS])
-async def test_every_kind_of_a_format_that_is_taken_is_decoded(make, tmp_path):
+async def test_every_kind_of_a_supported_format_is_decoded(make, tmp_path):
     service = tiny_service(tmp_path, hears=make in GOOD_SOUNDS)
     async with asyncio.timeout(100):
         found = await fuzz(service, [("good", make(Random(number))) for number in range(12)])

@@ -168,7 +168,7 @@ HOME_ASSISTANT: dict[str, Any] = {
     ],
     ids=["Open WebUI", "Continue", "Claude Code", "Codex", "Home Assistant"],
 )
-def test_agents_are_answered(path, body, turns):
+def test_agents_get_responses(path, body, turns):
     made = FakeBackend(replies(CALL), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser="hermes")
@@ -189,7 +189,7 @@ def test_agents_are_answered(path, body, turns):
     assert '{"name": "read_file", "arguments": {"path": "a.txt"}}[tool]seven>' in second
 
 
-def test_what_an_editor_completes_while_somebody_types_stops_where_it_says():
+def test_an_editor_completion_stops_at_its_stop_string():
     made = FakeBackend(replies("a + b\ndef more"))
     reported = events(call(made, "POST", "/v1/completions", json=CONTINUE_TYPING))
     assert "".join(event["choices"][0]["text"] for event in reported[:-1]) == "a + b"
@@ -371,7 +371,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("client", RECORDED)
-def test_what_clients_send_is_answered(client):
+def test_recorded_client_requests_succeed(client):
     path, body = RECORDED[client]
     made = FakeBackend(replies("Seven."), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     response = call(made, "POST", path, content=json.dumps(body).encode())

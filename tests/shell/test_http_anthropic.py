@@ -133,7 +133,7 @@ def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
     refused(post(backend, PATH, **ASK | field({"type": "grammar"})), 400)
 
 
-def test_a_name_that_is_neither_claude_nor_served():
+def test_a_name_that_is_neither_claude_nor_served_is_refused():
     assert refused(post(FakeBackend(replies()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
     assert post(FakeBackend(replies()), PATH, **ASK | {"model": "toy"}).status_code == 200
 
@@ -150,7 +150,7 @@ def test_a_name_that_is_neither_claude_nor_served():
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content"),
     ],
 )
-def test_what_cannot_be_served_is_named(asked, reported):
+def test_unsupported_fields_are_named(asked, reported):
     error = refused(post(FakeBackend(replies()), PATH, **ASK | asked), 400)
     assert error["type"] == "invalid_request_error"
     assert reported in error["message"]
@@ -165,13 +165,13 @@ def test_what_cannot_be_served_is_named(asked, reported):
         ({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "f"}]}, "f"),
     ],
 )
-def test_what_has_a_text_is_read_as_it(block, printed):
+def test_a_block_with_a_text_is_read_as_text(block, printed):
     backend = FakeBackend(replies("x"))
     assert post(backend, PATH, **ASK | {"messages": [{"role": "user", "content": [block]}]}).status_code == 200
     assert printed.encode() in bytes(token for token in backend.calls[0].prompt if token < 256)
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it():
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words():
     printed = refused(post(FakeBackend(replies(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)[
         "message"
     ]
@@ -180,7 +180,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it
     assert "--context" in printed
 
 
-def test_what_does_not_fit_is_counted_all_the_same():
+def test_a_prompt_that_does_not_fit_is_still_counted():
     backend = FakeBackend(replies(), vocabulary=VOCABULARY, context_tokens=16)
     assert post(backend, COUNT, model="claude-x", messages=[LONG]).json() == {"input_tokens": 58}
     assert backend.served is not None
@@ -201,7 +201,7 @@ def test_bad_days_have_its_own_shape():
     assert (name, last["error"]) == ("error", {"type": "overloaded_error", "message": "gone"})
 
 
-def test_who_asks_whether_somebody_is_there_is_answered():
+def test_head_requests_for_liveness_succeed():
     for path in ("/", "/api/hello"):
         response = call(FakeBackend(replies()), "HEAD", path)
         assert (response.status_code, response.content) == (200, b"")

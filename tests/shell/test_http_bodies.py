@@ -67,7 +67,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
+async def test_a_client_with_endless_bodies_is_refused_and_others_are_not(monkeypatch):
     async with clients_of(monkeypatch, "Hi") as client:
         greedy = [client("10.0.0.1", b"a" * 1000) for _ in range(4)]
         await settled()
@@ -92,7 +92,7 @@ async def test_a_body_that_grows_beyond_the_share_ends_and_gives_all_back(monkey
             await grows.task
 
 
-async def test_a_body_counts_until_its_answer_ends(monkeypatch):
+async def test_a_body_counts_until_its_response_ends(monkeypatch):
     held = asyncio.Event()
     async with clients_of(monkeypatch, held, "Hi") as client:
         first = client("10.0.0.1", chat(3900), None)
@@ -106,7 +106,7 @@ async def test_a_body_counts_until_its_answer_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_who_leaves_or_is_too_slow_gives_all_back(monkeypatch, leaves):
+async def test_a_client_that_leaves_or_is_too_slow_frees_its_share(monkeypatch, leaves):
     async with clients_of(monkeypatch, "Hi", body_timeout_s=PATIENCE_S if leaves else 0.01) as client:
         slow = client("10.0.0.1", b"a" * 4000)
         if leaves:

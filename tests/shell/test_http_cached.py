@@ -25,7 +25,7 @@ def reuses(count: int) -> FakeBackend:
     return FakeBackend(lambda _: [PromptProgress(request=1, tokens=count, reused=count), *b"yes"])
 
 
-def test_usage_says_what_was_cached():
+def test_usage_has_the_cached_tokens():
     chat = post(reuses(2), "/v1/chat/completions", **PATHS["/v1/chat/completions"]).json()["usage"]
     assert chat["prompt_tokens_details"] == {"cached_tokens": 2}
     anthropic = post(reuses(2), "/v1/messages", **PATHS["/v1/messages"]).json()["usage"]
@@ -36,7 +36,7 @@ def test_usage_says_what_was_cached():
     assert (timings["cache_n"], timings["prompt_n"]) == (2, 4)
 
 
-def test_streams_say_it_where_they_say_what_was_used():
+def test_streams_report_cached_tokens_with_their_usage():
     asked = PATHS["/v1/chat/completions"] | {"stream_options": {"include_usage": True}}
     *_, counts, _ = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
     assert counts["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
@@ -47,14 +47,14 @@ def test_streams_say_it_where_they_say_what_was_used():
     assert end["timings"]["cache_n"] == 2
 
 
-def test_a_stream_that_is_stopped_by_a_word_says_it_too():
+def test_a_response_ended_by_a_stop_string_reports_cached_tokens_too():
     asked = PATHS["/v1/chat/completions"] | {"stop": ["s"]}
     assert post(reuses(2), "/v1/chat/completions", **asked).json()["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 2
     }
 
 
-def test_progress_begins_with_what_was_cached():
+def test_progress_starts_with_the_cached_tokens():
     asked = PATHS["/v1/chat/completions"] | {"return_progress": True}
     reported = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
     progress = [event["prompt_progress"] for event in reported if "prompt_progress" in event]

@@ -28,14 +28,14 @@ def long(value: Any) -> Any:
     return [{"role": "user", "content": "x" * 500}] if isinstance(value, list) else "x" * 500
 
 
-def test_a_prompt_that_is_too_long_is_told_by_the_words_that_clients_look_for_in_every_dialect():
+def test_a_prompt_that_is_too_long_is_refused_with_the_phrase_that_clients_look_for():
     for path, asked in ASKED.items():
         body = {key: value if key == "max_tokens" else long(value) for key, value in asked.items()}
         answer = post(FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64), path, model="toy", **body)
         assert (answer.status_code, "exceeds the available context size" in answer.text) == (400, True), answer.text
 
 
-def test_the_name_that_was_asked_for_is_the_name_that_is_told():
+def test_the_response_has_the_requested_model_name():
     def asked(path: str, **body: Any) -> Any:
         return call(FakeBackend(replies("x"), vocabulary=TEMPLATE), "POST", path, json=body, names=NAMES)
 
@@ -47,7 +47,7 @@ def test_the_name_that_was_asked_for_is_the_name_that_is_told():
     assert {event["model"] for event in streamed[:-1]} == {"gpt-4o"}
 
 
-def test_tokens_of_a_prompt_are_counted_also_of_one_that_is_too_long():
+def test_tokens_are_counted_even_for_a_prompt_that_is_too_long():
     backend = FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64)
     for path in ("/v1/chat/completions", "/v1/responses"):
         reported = post(backend, f"{path}/input_tokens", **ASKED[path]).json()
@@ -58,7 +58,7 @@ def test_tokens_of_a_prompt_are_counted_also_of_one_that_is_too_long():
     assert not backend.calls
 
 
-def test_who_speaks_anthropics_dialect_gets_models_in_its_shape():
+def test_clients_of_the_anthropic_dialect_get_models_in_its_format():
     backend = FakeBackend(replies())
     listed = call(backend, "GET", "/v1/models", headers=ANTHROPIC, names=NAMES, embeddings=FakeEmbeddings()).json()
     assert [(each["type"], each["id"]) for each in listed["data"]][:2] == [("model", "toy"), ("model", "gpt-4o")]

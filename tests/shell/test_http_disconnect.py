@@ -51,7 +51,7 @@ async def test_leaving_while_the_first_of_several_choices_is_written():
     assert backend.calls[0].closed.is_set()
 
 
-async def test_a_client_that_takes_nothing_has_left():
+async def test_a_client_that_reads_nothing_counts_as_gone():
     backend = FakeBackend(replies("a" * 1000))
     client = BareClient(CHAT, messages=HELLO, stream=True)
     client.blocked.set()

@@ -16,26 +16,26 @@ def guessing(drafted: int, accepted: int) -> FakeBackend:
     return backend
 
 
-def test_usage_says_what_was_right_and_what_was_wrong():
+def test_usage_has_accepted_and_rejected_draft_tokens():
     used = post(guessing(7, 4), "/v1/chat/completions", **HELLO).json()["usage"]
     assert used["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
     several = post(guessing(7, 4), "/v1/completions", prompt=["Hello", "Hello"]).json()["usage"]
     assert several["completion_tokens_details"] == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 6}
 
 
-def test_a_stream_says_it_with_what_it_used():
+def test_a_stream_reports_draft_tokens_with_its_usage():
     asked = HELLO | {"stream_options": {"include_usage": True}}
     *_, counts, _ = events(post(guessing(5, 5), "/v1/chat/completions", stream=True, **asked))
     details = counts["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 0}
 
 
-def test_where_nothing_was_guessed_nothing_is_said():
+def test_usage_without_drafts_has_no_draft_tokens():
     assert "completion_tokens_details" not in post(guessing(0, 0), "/v1/chat/completions", **HELLO).json()["usage"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
-def test_a_client_may_ask_that_nothing_is_guessed(path):
+def test_a_client_may_turn_speculation_off(path):
     backend = guessing(0, 0)
     asked = HELLO if "chat" in path else {"prompt": "Hello"}
     post(backend, path, **asked)

@@ -76,7 +76,7 @@ def test_base64_and_dimensions():
         (BEFORE, {"model": "small", "prompt": ["sea"]}, "prompt"),
     ],
 )
-def test_a_bad_request_is_told_what_is_wrong(path, body, named):
+def test_a_bad_request_is_refused_with_the_reason(path, body, named):
     response = ask(path, **body)
     assert response.status_code == 400
     assert named in response.text
@@ -110,7 +110,7 @@ def test_as_ollama_has_it():
         (BEFORE, {"model": "small", "prompt": "sea"}),
     ],
 )
-def test_without_the_model_it_says_which_option_helps(path, body):
+def test_without_an_embedding_model_the_error_names_the_option(path, body):
     refused = call(FakeBackend(replies()), "POST", path, json=body)
     assert refused.status_code == 404
     assert "--embedding FILE.gguf" in refused.text
@@ -120,7 +120,7 @@ def test_without_the_model_it_says_which_option_helps(path, body):
     assert ask(path, names=ModelNames(any_model=True), **(body | {"model": "x"})).status_code == 200
 
 
-def test_the_model_is_listed_beside_the_other():
+def test_the_embedding_model_is_listed_next_to_the_other():
     assert [each["id"] for each in ask("/v1/models").json()["data"]] == ["toy", "small"]
     assert ask("/v1/models/small").json()["max_model_len"] == 512
     same = FakeEmbeddings()
@@ -130,7 +130,7 @@ def test_the_model_is_listed_beside_the_other():
     assert [each["model"] for each in ask("/api/tags").json()["models"]] == ["toy:latest", "small:latest"]
 
 
-def test_status_and_metrics_say_what_was_done_with_it():
+def test_status_and_metrics_count_embedding_requests():
     assert ask("/status").json()["embedding"] == FakeEmbeddings().status()
     assert call(FakeBackend(replies()), "GET", "/status").json()["embedding"] is None
     printed = ask("/metrics").text

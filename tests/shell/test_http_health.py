@@ -58,7 +58,7 @@ async def answers(
 
 @pytest.mark.parametrize("path", [b"/health", b"/v1/health"])
 @pytest.mark.parametrize("serving", [True, False])
-async def test_it_is_what_the_application_would_have_answered(path, serving):
+async def test_the_health_check_equals_the_response_of_the_application(path, serving):
     backend = FakeBackend(replies())
     backend.state = Health(serving=serving, taken=serving, detail="as it is")
     sent = PLAIN.replace(b"/health", path)
@@ -87,12 +87,12 @@ async def test_whatever_is_not_plain_is_a_request_like_any_other(sent):
 
 
 @pytest.mark.parametrize("wrong", [b"Host: localhost\r\n", b"X: y\n", b" folded\r\n", b"X\x00: y\r\n"])
-async def test_what_is_not_http_is_refused_as_anywhere(wrong):
+async def test_a_health_check_that_is_not_http_is_refused(wrong):
     ((line, _, _),), requests = await answers(PLAIN + wrong + LAST)
     assert (line, requests) == (b"HTTP/1.1 400 Bad Request", 0)
 
 
-async def test_health_checks_and_requests_that_are_sent_ahead_are_answered_in_their_order():
+async def test_pipelined_health_checks_and_requests_get_responses_in_order():
     page = b"GET /nothing HTTP/1.1\r\nHost: desk.lan\r\n\r\n"
     check = PLAIN.replace(b"localhost", b"desk.lan") + b"\r\n"
     found, requests = await answers((check * 9 + page) * 9 + PLAIN + LAST)
@@ -107,7 +107,7 @@ async def test_they_are_counted():
     assert b'primad_http_requests_total{code="200",path="/health"} 3.0' in text
 
 
-async def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
+async def test_a_client_that_repeats_requests_and_reads_nothing_fills_no_memory():
     """Responses wait in the system's buffers, then requests do."""
     unread = [0]
 
@@ -129,7 +129,7 @@ async def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
     assert (1 << 14) < max(unread) < 1 << 18
 
 
-async def test_what_many_ask_for_is_made_once_and_after_each_has_asked():
+async def test_concurrent_callers_share_one_result_that_is_computed_after_their_calls():
     made, going, asked = 0, asyncio.Event(), asyncio.Event()
 
     async def make() -> int:

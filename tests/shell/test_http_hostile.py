@@ -156,7 +156,7 @@ async def test_no_request_stops_the_loop(tmp_path):
     assert not wrong
 
 
-async def test_no_answer_stops_the_loop(tmp_path):
+async def test_no_response_blocks_the_event_loop(tmp_path):
     def at_length(call: Call) -> list[int]:
         return [65] * min(call.max_tokens, 1500)
 

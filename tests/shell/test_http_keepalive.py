@@ -40,7 +40,7 @@ class Client:
                 self.waits.set()
 
 
-async def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
+async def test_a_waiting_stream_sends_comments_and_then_continues() -> None:
     client = Client()
 
     async def words():
@@ -76,7 +76,7 @@ async def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_en
     assert [b"the ring broke" in part for part in body if part.startswith(b"data")] == [True]
 
 
-async def test_headers_go_out_before_anything_is_there_to_be_said() -> None:
+async def test_headers_are_sent_before_the_first_event() -> None:
     client, begun = Client(), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -93,7 +93,7 @@ async def test_headers_go_out_before_anything_is_there_to_be_said() -> None:
     assert client.body == [b'data: {"text":"one"}\n\n', b"data: [DONE]\n\n", b""]
 
 
-async def test_a_stream_that_is_refused_at_once_has_not_begun() -> None:
+async def test_a_stream_that_is_refused_at_once_has_not_started() -> None:
     client = Client()
 
     async def refused():

@@ -30,7 +30,7 @@ def key(**limits: int) -> ApiKey:
 @pytest.mark.parametrize(
     "headers", [{"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}]
 )
-def test_who_has_a_key_is_let_in(headers):
+def test_a_client_with_a_key_is_let_in(headers):
     assert ask(app_for(key()), "GET", "/v1/models", headers=headers).status_code == 200
 
 
@@ -47,7 +47,7 @@ def test_who_has_a_key_is_let_in(headers):
         {b"x-api-key": b"\xff\xfe"},
     ],
 )
-def test_who_has_none_is_refused_but_for_the_health_check(headers):
+def test_a_client_without_a_key_is_refused_except_for_the_health_check(headers):
     app = app_for(key())
     response = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)
     assert response.status_code == 401
@@ -78,7 +78,7 @@ def test_a_host_name_is_refused_before_a_key_is_looked_at():
     assert response.status_code == 403
 
 
-def test_a_page_that_may_ask_gets_its_preflight_without_a_key_and_reads_its_refusal():
+def test_an_allowed_page_gets_its_preflight_without_a_key_and_can_read_refusals():
     app, origin = app_for(key(), origins=("http://desk.lan",)), {"origin": "http://desk.lan"}
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert ask(app, "OPTIONS", "/v1/chat/completions", headers=origin | asks).status_code == 200
@@ -87,7 +87,7 @@ def test_a_page_that_may_ask_gets_its_preflight_without_a_key_and_reads_its_refu
     assert refused.headers["access-control-allow-origin"] == "http://desk.lan"
 
 
-def test_requests_over_the_limit_are_told_when_to_come_back():
+def test_requests_over_the_limit_get_retry_after():
     door = Door(lambda: [key(requests_per_min=1)])
     app = KeyGuard(create_app(FakeBackend(replies())), door, lambda path, exc: error_response(exc), clock=lambda: 0.0)
     headers = {"x-api-key": KEY}
@@ -98,7 +98,7 @@ def test_requests_over_the_limit_are_told_when_to_come_back():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_ring_is_told_whose_an_answer_is(stream):
+def test_the_ring_gets_the_owner_of_a_request(stream):
     backend = FakeBackend(replies("Hello"))
     guarded = create_app(backend, admission=Admission(door=Door(lambda: [key()])))
     asked = HELLO | {"stream": stream}
@@ -119,7 +119,7 @@ def test_the_ring_is_told_whose_an_answer_is(stream):
         ("::ffff:127.0.0.1", ""),
     ],
 )
-async def test_without_keys_each_machine_asks_as_one(address, owner):
+async def test_without_keys_each_machine_is_one_owner(address, owner):
     backend = FakeBackend(replies("Hello"))
     transport = httpx.ASGITransport(create_app(backend), client=(address, 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -128,7 +128,7 @@ async def test_without_keys_each_machine_asks_as_one(address, owner):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_prompt_and_answer_count(stream):
+def test_tokens_of_prompt_and_completion_count_towards_the_limit(stream):
     app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}
     asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours' worth of the limit
     first = ask(app, "POST", "/v1/chat/completions", headers=headers, json=asked)
@@ -189,7 +189,7 @@ HERE = [
 
 
 @pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
-def test_what_a_proxy_passes_on_for_another_machine_needs_a_key(headers):
+def test_a_request_proxied_for_another_machine_needs_a_key(headers):
     local = create_app(FakeBackend(replies("Hello")), admission=Admission(door=OF_THIS_MACHINE))
     answer = from_proxy(local, headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "from_elsewhere")
@@ -201,6 +201,6 @@ def test_what_a_proxy_passes_on_for_another_machine_needs_a_key(headers):
 
 
 @pytest.mark.parametrize("headers", HERE, ids=str)
-def test_programs_of_this_machine_need_none(headers):
+def test_programs_of_this_machine_need_no_key(headers):
     local = create_app(FakeBackend(replies("Hello")), admission=Admission(door=OF_THIS_MACHINE))
     assert from_proxy(local, headers).status_code == 200

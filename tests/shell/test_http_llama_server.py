@@ -31,7 +31,7 @@ def test_tokens_and_back():
     assert post(backend, "/detokenize", tokens=[999]).json()["error"]["param"] == "tokens"
 
 
-def test_the_template_is_applied_and_told():
+def test_the_template_is_applied_and_its_properties_are_served():
     backend = FakeBackend(replies(), vocabulary=ByteVocabulary(chat_template=TEMPLATE), context_tokens=77)
     body = post(backend, "/apply-template", messages=[{"role": "user", "content": "Hi"}]).json()
     assert body == {"prompt": "[user]Hi>"}
@@ -48,7 +48,7 @@ def test_the_template_is_applied_and_told():
     ("asked", "kind", "word", "text"),
     [({}, "eos", "", "one END"), ({"n_predict": 2}, "limit", "", "on"), ({"stop": ["END"]}, "word", "END", "one ")],
 )
-def test_a_completion_says_why_it_stopped(asked, kind, word, text):
+def test_a_completion_has_its_stop_reason(asked, kind, word, text):
     whole = post(FakeBackend(replies("one END")), "/completion", prompt="Hi", **asked).json()
     assert (whole["content"], whole["stop"], whole["stop_type"], whole["stopping_word"]) == (text, True, kind, word)
     assert (whole["tokens_evaluated"], whole["timings"]["prompt_n"]) == (3, 3)
@@ -59,7 +59,7 @@ def test_a_completion_says_why_it_stopped(asked, kind, word, text):
     assert end["tokens_predicted"] == whole["tokens_predicted"]
 
 
-def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
+def test_a_whole_completion_has_the_time_of_its_tokens(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     reported = post(FakeBackend(replies("abc")), "/completion", prompt="Hi").json()["timings"]
@@ -71,7 +71,7 @@ def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
     assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0, 0)
 
 
-def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
+def test_a_completion_has_its_sampling_settings_and_prompt():
     asked = {"top_k": 7, "stop": ["END"], "logit_bias": [[5, False], ["a", 1]], "n_predict": 9, "seed": 5, "n": 2}
     backend = FakeBackend(replies("one\ntwo"))
     whole = post(backend, "/completion", prompt=["Hi", [BOS, 72]], **asked).json()
@@ -102,7 +102,7 @@ async def test_a_long_list_of_tokens_is_written_in_pieces():
     assert (sum(sent), max(sent)) == ((1 << 21) + 3, PIECE_BYTES)
 
 
-def test_settings_that_are_too_long_for_all_choices_are_not_repeated():
+def test_settings_that_are_too_long_are_not_repeated_for_each_choice():
     asked = {"prompt": "Hi", "n_predict": 1, "stop": [f"{n:x<255}" for n in range(64)], "logit_bias": [[5, 1]]}
     few, many = (post(FakeBackend(replies("a")), "/completion", n=n, **asked) for n in (2, 128))
     assert all(len(each["generation_settings"]["stop"]) == 64 for each in few.json())
@@ -111,7 +111,7 @@ def test_settings_that_are_too_long_for_all_choices_are_not_repeated():
         assert (settings["stop"], settings["logit_bias"], settings["n_predict"]) == ([], [], 1)
 
 
-def test_every_event_says_what_it_took_if_it_is_asked_to():
+def test_every_event_has_its_timings_on_request():
     reported = events(
         post(FakeBackend(replies("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True)
     )
@@ -138,7 +138,7 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
         assert (counts["choices"], counts["timings"]["predicted_n"]) == ([], 3)
 
 
-def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
+def test_zero_tokens_to_predict_computes_only_the_prompt():
     for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
         backend = FakeBackend(
             replies("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
@@ -151,7 +151,7 @@ def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
         assert [each.max_tokens for each in backend.calls] == [1, 1]
 
 
-async def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
+async def test_a_completion_over_its_time_limit_ends_after_the_next_line():
     backend = FakeBackend(replies("a\nbcd\ne\nf"))
     assert backend.served is not None
     for limit_ms, text in ((1500, "a\nbcd\n"), (2500, "a\nbcd\ne\n"), (9000, "a\nbcd\ne\nf"), (0, "a\nbcd\ne\nf")):
@@ -172,7 +172,7 @@ def test_a_prompt_of_ids_and_texts_is_one_prompt():
     assert backend.calls[0].max_tokens == 4096 - 3
 
 
-def test_several_prompts_and_choices_are_told_by_their_index():
+def test_several_prompts_and_choices_have_an_index():
     for asked, prompts in (
         ({"prompt": ["a", "b"]}, [[BOS, 97], [BOS, 98]]),
         ({"prompt": ["a"]}, [[BOS, 97]]),
@@ -212,7 +212,7 @@ def test_probabilities_have_llama_servers_shape():
     )
 
 
-def test_an_answer_that_the_context_cuts_is_truncated_and_fields_are_picked():
+def test_a_completion_at_the_context_limit_is_truncated_and_fields_can_be_selected():
     for asked, is_cut in (({}, True), ({"n_predict": 2}, False)):
         reported = post(FakeBackend(replies("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
         assert (reported["stop_type"], reported["truncated"]) == ("limit", is_cut)
@@ -226,7 +226,7 @@ def test_an_answer_that_the_context_cuts_is_truncated_and_fields_are_picked():
     assert post(FakeBackend(replies("a")), "/completion", prompt="Hi", response_fields=[""]).json()["content"] == "a"
 
 
-def test_what_is_wrong_is_told():
+def test_errors_name_the_wrong_field():
     refused = post(FakeBackend(replies()), "/completion", prompt="Hi", n_probs=101).json()["error"]
     assert (refused["param"], "n_probs" in refused["message"]) == ("n_probs", True)
     assert post(FakeBackend(replies()), "/tokenize").json()["error"]["param"] == "content"
@@ -237,7 +237,7 @@ def test_what_is_wrong_is_told():
     assert call(backend, "GET", "/props").status_code == 503
 
 
-def test_variables_of_the_template_are_taken():
+def test_variables_of_the_template_are_accepted():
     backend = FakeBackend(
         replies(), vocabulary=ByteVocabulary(chat_template="{{ reasoning_effort }}"), context_tokens=77
     )
@@ -275,6 +275,6 @@ def test_a_gap_is_filled():
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
-def test_what_cannot_be_filled_is_refused_by_its_field(path, body, param):
+def test_an_infill_that_cannot_be_done_is_refused_by_its_field(path, body, param):
     answer = post(FakeBackend(replies("x")), path, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -82,7 +82,7 @@ async def test_requests_tokens_and_times_are_counted():
     assert found("time_to_first_token_seconds_sum") > 0
 
 
-async def test_the_time_to_the_first_token_is_apart_from_the_others():
+async def test_ttft_is_recorded_separately_from_tpot():
     """Two seconds to the first token, a half and a quarter for the next two; the end does not count."""
     now_s = 100.0
 
@@ -109,14 +109,14 @@ async def test_the_time_to_the_first_token_is_apart_from_the_others():
         (replies("a", KeyError("ours")), "error"),
     ],
 )
-async def test_how_an_answer_ends_badly(script, end):
+async def test_failed_requests_are_counted_by_their_end(script, end):
     found, answers = await after(FakeBackend(script), ask())
     assert found("answers_total", end=end) == 1
     assert found("answers_open") == 0
     assert found("http_requests_total", path=COMPLETIONS, code=str(answers[0].status_code)) == 1
 
 
-async def test_an_answer_that_ends_at_its_limit():
+async def test_a_request_that_ends_at_its_limit_counts_as_length():
     found, _ = await after(FakeBackend(replies("abcdef")), ask(max_tokens=2))
     assert found("answers_total", end="length") == 1
     assert found("answers_total", end="left") is None
@@ -160,7 +160,7 @@ def test_a_web_page_from_elsewhere_reads_no_metrics():
     assert call(FakeBackend(replies()), "GET", "/metrics", headers={"host": "evil.example"}).status_code == 403
 
 
-def test_what_a_device_says():
+def test_figures_of_each_device_are_exported():
     backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head"), device("lap"), epoch=7, lap="serving", nas="ready", attic="ready")
     found = scrape(backend)
@@ -189,7 +189,7 @@ def test_what_a_device_says():
         assert {figure: found(f"device_{figure}", device=name) for figure in figures} == figures
 
 
-def test_what_is_kept_of_answers():
+def test_figures_of_the_kv_replication_are_exported():
     backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head")) | {"kv": msgspec.to_builtins(KV)}
     found = scrape(backend)
@@ -198,7 +198,7 @@ def test_what_is_kept_of_answers():
     assert (found("kv_computed_again_tokens_total"), found("kv_found_tokens_total")) == (31, 512)
 
 
-def test_what_became_of_drafts():
+def test_figures_of_drafts_are_exported():
     backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head")) | {"drafts": msgspec.to_builtins(DRAFTS)}
     found = scrape(backend)
@@ -213,7 +213,7 @@ def test_pressure_is_a_number(pressure, level):
     assert scrape(backend)("device_pressure_level", device="lap") == level
 
 
-def test_a_device_that_does_not_answer_has_no_figures_but_is_there():
+def test_a_device_that_does_not_reply_is_listed_without_figures():
     backend = FakeBackend(replies())
     backend.ring = ring(device("desk"), device("lap", ring=None, memory=MemoryFigures()))
     found = scrape(backend)
@@ -223,7 +223,7 @@ def test_a_device_that_does_not_answer_has_no_figures_but_is_there():
     assert found("device_read_bytes_total", device="desk") == MEMORY.read_bytes
 
 
-async def test_a_device_that_left_is_told_no_more():
+async def test_a_device_that_left_is_no_longer_exported():
     backend = FakeBackend(replies())
     async with in_memory(backend) as client:
         backend.ring = ring(device("desk"), device("lap"))
@@ -249,7 +249,7 @@ def test_a_name_cannot_add_a_line():
     assert found("device_layers", device='a"} 1\nprimad_serving 0\n# \\') == 26
 
 
-async def test_two_apps_count_apart():
+async def test_two_apps_count_separately():
     first, _ = await after(FakeBackend(replies("a")), ask())
     second, _ = await after(FakeBackend(replies("a")), ask())
     assert first("answers_total", end="stop") == second("answers_total", end="stop") == 1

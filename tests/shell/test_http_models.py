@@ -83,7 +83,7 @@ def post(models: FakeModels, path: str, **body: Any) -> httpx.Response:
 
 @every
 @pytest.mark.parametrize("streams", [True, False])
-def test_each_request_is_answered_by_the_model_that_it_names(path, streams):
+def test_each_request_goes_to_the_model_that_it_names(path, streams):
     models = two()
     for name, text in (("two", "two"), ("ONE", "one"), ("org/two", "two")):
         answer = post(models, path, model=name, stream=streams, **DIALECTS[path])
@@ -117,7 +117,7 @@ def _text_of(body: str) -> str:
 
 
 @every
-def test_a_request_without_a_model_gets_the_one_that_was_used_last_where_its_dialect_allows_that(path):
+def test_a_request_without_a_model_gets_the_last_used_one_if_its_dialect_allows_that(path):
     models = two()
     post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
     answer = post(models, path, stream=False, **DIALECTS[path])
@@ -136,14 +136,14 @@ def test_an_unknown_model_is_a_404_that_names_those_that_there_are(path):
     assert models.uses == []
 
 
-def test_every_name_is_taken_where_the_owner_says_so():
+def test_every_name_is_accepted_with_the_owners_option():
     models = two()
     app = app_of(models, names=ModelNames(any_model=True))
     for name, text in (("two", "two"), ("gpt-4o", "two"), ("one", "one"), ("gpt-4o", "one")):
         assert text in _text_of(ask(app, "POST", "/v1/completions", json={"model": name, "prompt": "Hi"}).text)
 
 
-def test_names_that_clients_have_built_in_mean_the_model_that_was_used_last():
+def test_built_in_model_names_of_clients_mean_the_last_used_model():
     models = two()
     post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
     body = {**DIALECTS["/v1/messages"], "model": "claude-opus-9"}
@@ -151,7 +151,7 @@ def test_names_that_clients_have_built_in_mean_the_model_that_was_used_last():
 
 
 @every
-def test_a_stream_tells_how_far_its_model_is_and_then_answers(path):
+def test_a_stream_reports_the_load_of_its_model_and_then_continues(path):
     async def main() -> None:
         models = two()
         models.gates["one"] = asyncio.Event()
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_ends_its_wait(path, streams):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_model_is_in_use_until_the_answer_has_ended_also_of_a_client_that_left(streams):
+def test_a_model_is_in_use_until_the_response_has_ended_even_if_the_client_left(streams):
     async def main() -> None:
         goes_on = asyncio.Event()
         models = FakeModels(backend_of("one", "a", goes_on))
@@ -280,7 +280,7 @@ def test_a_body_that_cannot_be_read_is_refused_by_its_dialect_and_loads_nothing(
 @pytest.mark.parametrize("wrong", [b'"temperature": NaN', b'"keep_alive": 1e999', b'"user": "\\ud800"'])
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @every
-def test_a_body_that_only_its_dialect_can_read_is_not_answered_by_another_model(path, stream, wrong):
+def test_a_body_that_only_its_dialect_can_read_does_not_reach_another_model(path, stream, wrong):
     models = two()
     models.change("one", state=ModelState.LOADED)
     rest = json.dumps(DIALECTS[path])[1:].encode()
@@ -317,7 +317,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_what_no_model_takes_is_refused_before_its_model_is_loaded(path):
+def test_a_request_that_every_model_refuses_is_refused_before_loading(path):
     models = FakeModels(backend_of("one", template=PLAIN), EmbeddingBackend("vectors"))
     name = "vectors" if "embed" in path or "rerank" in path else "one"
     for number, wrong in enumerate(WRONG[path]):
@@ -340,7 +340,7 @@ def test_a_picture_for_a_model_that_is_not_loaded_is_encoded_once_it_is():
         assert [any(token < 0 for token in call.prompt) for call in one.calls] == [True] * sees
 
 
-def test_what_only_some_models_refuse_is_left_to_the_one_that_is_named():
+def test_a_request_that_only_some_models_refuse_is_checked_by_the_named_one():
     cases = {
         "/v1/chat/completions": {"messages": [{"role": "assistant", "content": ""}], "logit_bias": {"200000": 1}},
         "/v1/completions": {"prompt": [200000], "samplers": ["temperature", "min_p"]},
@@ -353,7 +353,7 @@ def test_what_only_some_models_refuse_is_left_to_the_one_that_is_named():
         assert [name for name, _, _ in models.uses] == ["org/two:Q4_K_M"], path
 
 
-def test_paths_about_text_are_answered_by_the_model_of_their_body_or_query():
+def test_text_paths_use_the_model_of_their_body_or_query():
     models = two()
     for path, body in (
         ("/tokenize", {"content": "Hi"}),
@@ -400,7 +400,7 @@ def test_ollamas_keep_alive_reaches_the_model(path):
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings"])
-def test_embeddings_are_made_by_the_embedding_model_that_is_named(path):
+def test_embeddings_use_the_named_embedding_model(path):
     body = {"input": "sea", "prompt": "sea", "query": "sea", "documents": ["ship"]}
     models = FakeModels(backend_of("one"), EmbeddingBackend("bge"), EmbeddingBackend("org/gte:Q8_0"))
     assert post(models, path, model="gte", **body).status_code == 200
@@ -478,7 +478,7 @@ def test_changes_of_models_are_events_until_the_server_ends():
     run(main)
 
 
-def test_models_are_listed_with_what_is_known_of_them():
+def test_models_are_listed_with_their_state_and_figures():
     models = two()
     models.change("one", state=ModelState.LOADED, memory_bytes={"desk": 600, "mini": 500}, expires_at_s=2e9)
     models.change(

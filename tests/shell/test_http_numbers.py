@@ -114,7 +114,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: str) -> httpx.Response
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-async def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
+async def test_every_number_of_every_dialect_is_accepted_or_refused_by_name():
     tried: dict[str, int] = {}
     backend = FakeBackend(replies("a"), vocabulary=FILL_IN, context_tokens=64)
     seen: set[tuple[str, str]] = set()
@@ -133,7 +133,7 @@ async def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
 
 
 @pytest.mark.parametrize("tokens", [-1, 64, 65, 2**31 - 1])
-def test_samplers_look_at_the_context_at_most_whoever_asks_for_more(tokens):
+def test_samplers_look_back_at_most_the_context_whatever_the_request_sets(tokens):
     backend = FakeBackend(replies("a"), context_tokens=64)
     assert backend.served is not None
     backend.served = replace(backend.served, sampling=SamplingDefaults(penalty_tokens=tokens))
@@ -157,7 +157,7 @@ async def test_numbers_in_paths_queries_and_headers_make_no_500(path):
                 assert answer.status_code < 500, (path, number[:50])
 
 
-def test_a_loan_is_so_many_bytes_as_there_may_be():
+def test_a_memory_limit_is_a_valid_number_of_bytes():
     for number in ("-1", "1e400", "NaN", '"1"', "true", "0.5", str(2**51), "9" * 400, "9" * 5000, "[]"):
         with pytest.raises(RequestError):
             decoded(f'{{"device": "attic", "ram_bytes": {number}}}'.encode(), DeviceLimit)

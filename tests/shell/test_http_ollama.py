@@ -32,7 +32,7 @@ def text_of(line: dict[str, Any]) -> str:
 
 
 @both
-def test_an_answer_in_lines_and_whole(path):
+def test_a_response_comes_in_lines_or_whole(path):
     response = post(FakeBackend(replies("aéb"), vocabulary=VOCABULARY), path, **VALID[path])
     assert response.headers["content-type"].startswith("application/x-ndjson")
     *parts, last = [json.loads(line) for line in response.text.splitlines()]
@@ -58,7 +58,7 @@ def test_options_and_format_reach_the_core():
 
 
 @both
-def test_numbers_are_taken_as_ollama_takes_them(path):
+def test_numbers_are_parsed_as_ollama_does(path):
     room = 4096 - 10
     for options, field, got in (
         ({"top_k": 40.0}, "top_k", 40),
@@ -83,7 +83,7 @@ def test_numbers_are_taken_as_ollama_takes_them(path):
         assert (asked.max_tokens if field == "max_tokens" else getattr(asked.sampling, field)) == got, options
 
 
-def test_think_is_said_in_the_words_of_the_template():
+def test_think_is_passed_by_the_templates_own_variable():
     for template in ("{{ thinking }}", "{{ enable_thinking }}", "{{ reasoning }}", "{{ think }}"):
         backend = FakeBackend(replies("x"), vocabulary=ByteVocabulary(chat_template=template))
         for think in (True, False, "high"):
@@ -91,7 +91,7 @@ def test_think_is_said_in_the_words_of_the_template():
         assert [bytes(each.prompt[1:]) for each in backend.calls] == [b"True", b"False", b"True"]
 
 
-def test_an_answer_in_one_piece_says_what_its_tokens_took(monkeypatch):
+def test_a_whole_response_has_the_time_of_its_tokens(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     whole = post(FakeBackend(replies("abc"), vocabulary=VOCABULARY), CHAT, **VALID[CHAT], stream=False).json()
@@ -107,7 +107,7 @@ def test_content_that_is_null_is_empty():
 
 
 @both
-def test_log_probabilities_stand_beside_their_tokens(path):
+def test_log_probabilities_come_with_their_tokens(path):
     asked = {"logprobs": True, "top_logprobs": 1}
     whole = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked, stream=False).json()
     assert next((each["token"], len(each["top_logprobs"])) for each in whole["logprobs"]) == ("a", 1)
@@ -119,7 +119,7 @@ def test_log_probabilities_stand_beside_their_tokens(path):
     assert post(FakeBackend(replies("a")), GENERATE, model="toy", prompt="a", raw=True, **asked).status_code == 200
 
 
-def test_what_generate_makes_of_its_prompt():
+def test_generate_applies_the_template_unless_raw():
     backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     post(backend, GENERATE, **VALID[GENERATE], system="S")
     post(backend, GENERATE, **VALID[GENERATE], raw=True)
@@ -137,7 +137,7 @@ def test_without_a_prompt_the_model_is_there(path):
     assert backend.calls == []
 
 
-def test_what_it_says_of_models():
+def test_models_are_listed_and_shown_in_ollamas_format():
     backend = FakeBackend(replies(), vocabulary=VOCABULARY)
     listed = call(backend, "GET", "/api/tags", names=ModelNames(aliases=("b:7b",))).json()["models"]
     assert [model["name"] for model in listed] == ["toy:latest", "b:7b"]

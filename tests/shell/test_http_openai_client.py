@@ -117,7 +117,7 @@ async def test_refusals_are_the_clients_exceptions(ask, raised, code):
         assert caught.value.type == ("exceed_context_size_error" if too_long else "invalid_request_error")
 
 
-async def test_a_body_that_is_too_large():
+async def test_a_body_that_is_too_large_is_refused():
     async with client_of(FakeBackend(replies("x"))) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             await client.completions.create(model="toy", prompt="x" * (9 << 20))

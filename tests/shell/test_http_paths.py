@@ -12,7 +12,7 @@ from tests.fakes.http import call
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def test_a_slash_too_many_changes_nothing():
+def test_an_extra_slash_changes_nothing():
     bodies = {
         "/v1/chat/completions": {"messages": HELLO},
         "/api/chat": {"model": "toy", "messages": HELLO, "stream": False},
@@ -35,7 +35,7 @@ def test_a_slash_too_many_changes_nothing():
     assert call(FakeBackend(replies()), "GET", "http://127.0.0.1:8080//v2/models").status_code == 404
 
 
-def test_head_is_answered_where_get_is_and_the_document_has_it_once():
+def test_head_works_wherever_get_does_and_the_openapi_document_lists_it_once():
     for path in ("/", "/v1/models", "/v1/models/toy", "/health", "/props", "/api/tags", "/metrics", "/status"):
         assert call(FakeBackend(replies()), "HEAD", path).status_code == 200, path
     assert call(FakeBackend(replies()), "HEAD", "/ui/events").status_code == 405

@@ -37,7 +37,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     [(b"", b""), (REQUEST[:-2], b""), (b"\xff" + bytes(9), b"HTTP/1.1 400 ")],
     ids=["nothing", "half", "ZMTP"],
 )
-async def test_who_asks_nothing_is_sent_away(printed: bytes, answer: bytes):
+async def test_a_connection_without_a_request_is_closed(printed: bytes, answer: bytes):
     async with patient(FakeBackend(replies("Hi")), timeout_s=0.1) as port:
         reader, writer = await raw(port)
         writer.write(printed)
@@ -45,7 +45,7 @@ async def test_who_asks_nothing_is_sent_away(printed: bytes, answer: bytes):
         writer.close()
 
 
-async def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
+async def test_a_client_that_trickles_its_second_request_is_disconnected():
     async with patient(FakeBackend(replies("Hi")), timeout_s=1.0) as port:
         reader, writer = await raw(port)
         writer.write(REQUEST)
@@ -60,7 +60,7 @@ async def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away
         writer.close()
 
 
-async def test_an_answer_may_take_longer_than_a_request():
+async def test_a_response_may_take_longer_than_the_request_timeout():
     held = asyncio.Event()
     async with patient(FakeBackend(replies("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
         asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
@@ -70,7 +70,7 @@ async def test_an_answer_may_take_longer_than_a_request():
         assert (await asked).json()["choices"][0]["message"]["content"] == "slow"
 
 
-async def test_the_silent_make_room_for_who_asks():
+async def test_silent_connections_make_room_for_active_ones():
     async with patient(FakeBackend(replies("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
         silent = [await raw(port) for _ in range(20)]
         answer = await client.get(f"http://127.0.0.1:{port}/health")
@@ -81,7 +81,7 @@ async def test_the_silent_make_room_for_who_asks():
             writer.close()
 
 
-async def test_who_waits_for_its_turn_is_not_silent():
+async def test_a_client_that_waits_for_its_turn_is_not_silent():
     class Waiting:
         def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
             self.loop, self.gone = loop, False
@@ -101,7 +101,7 @@ async def test_who_waits_for_its_turn_is_not_silent():
     assert [each.gone for each in many] == [False, True, True, True]
 
 
-async def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_check_answered_even_so():
+async def test_a_connection_over_the_limit_is_refused_but_its_health_check_succeeds():
     made = 0
 
     class Counting(Patience):
@@ -178,7 +178,7 @@ async def test_the_smallest_chunks_do_not_stop_the_loop():
 
 
 @pytest.mark.parametrize("body", [b'{"content": "x"}', b"x" * 9000], ids=["small", "large"])
-async def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(body):
+async def test_pipelined_requests_are_buffered_sparingly_and_all_get_responses(body):
     """The bytes that are kept are scanned with each request."""
     ahead_bytes: list[int] = []
 
@@ -200,7 +200,7 @@ async def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answer
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])
-async def test_who_does_not_read_an_answer_is_sent_away(headers):
+async def test_a_client_that_does_not_read_its_response_is_disconnected(headers):
     gone = asyncio.Event()
 
     class Reported(http_patience.PatientProtocol):
@@ -216,7 +216,7 @@ async def test_who_does_not_read_an_answer_is_sent_away(headers):
             assert await is_cut_off(client)
 
 
-async def test_who_reads_a_large_answer_is_not_silent_meanwhile():
+async def test_a_client_that_reads_a_large_response_is_not_silent():
     unread_bytes: list[int] = []
 
     class Reported(Patience):
@@ -229,7 +229,7 @@ async def test_who_reads_a_large_answer_is_not_silent_meanwhile():
     assert max(unread_bytes) < 64 << 10
 
 
-async def test_where_too_much_is_unread_who_reads_longest_makes_room():
+async def test_the_longest_readers_are_disconnected_if_too_much_is_unread():
     async with patient(FakeBackend(replies()), app=large, max_unread_bytes=64 << 20) as port:
         clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
         assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
@@ -256,7 +256,7 @@ async def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeyp
                 break
 
 
-async def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
+async def test_a_client_that_sends_many_parts_is_read_in_small_pieces_and_others_in_large_ones():
     """A health check waits for a few turns of the loop, and each part of a body takes time in one."""
     maximum = dict.fromkeys(("parts", "plain"), 0)
 
@@ -323,14 +323,14 @@ async def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: i
     return sorted(at_a_turn)
 
 
-async def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
+async def test_few_clients_that_send_many_parts_are_read_per_turn_of_the_loop():
     body = b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n"
     at_a_turn = await reads_at_a_turn(40, b"Transfer-Encoding: chunked\r\n", body, parts=http_patience.FEW_PARTS + 1)
     assert sum(at_a_turn) > 500
     assert at_a_turn[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
 
 
-async def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
+async def test_few_of_many_clients_that_send_a_body_are_read_per_turn_of_the_loop():
     at_a_turn = await reads_at_a_turn(4 * MAX_READS, b"Content-Length: 60000\r\n", bytes(60_000))
     assert at_a_turn[-4] <= MAX_READS + 2 * MAX_STARTS, "but for the first piece of each"
 
@@ -383,7 +383,7 @@ def settled() -> None:
     ],
     ids=["health", "a part", "wrong", "answered", "streamed", "refused", "no number", "unfinished"],
 )
-async def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
+async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent):
     """The collector blocked the loop for 200 ms over a thousand of them, and some thousands kept 100 MB."""
     async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
         settled()
@@ -403,7 +403,7 @@ async def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_its_answer_leaves_nothing_to_the_collector(stream):
+async def test_a_client_that_leaves_early_leaves_nothing_to_the_garbage_collector(stream):
     begun, waits = asyncio.Event(), replies("Hi", asyncio.Event())
 
     def begin(call: Call) -> Iterable[Item]:

@@ -90,7 +90,7 @@ def test_a_picture_stands_in_the_prompt_where_the_client_put_it(path):
     assert [(each.first, each.rows) for each in asked.pictures] == [(expected.index("<") + 1, 4)]
 
 
-def test_usage_and_the_count_of_tokens_have_the_rows_of_pictures():
+def test_usage_and_token_counts_include_picture_tokens():
     body, plain = ASKED[CHAT], {"messages": [{"role": "user", "content": "See ?"}]}
     used = post(backend(), CHAT, **body).json()["usage"]["prompt_tokens"]
     assert used == post(backend(), CHAT, **plain).json()["usage"]["prompt_tokens"] + SIZE
@@ -129,7 +129,7 @@ def test_ollamas_chats_lose_their_oldest_turns_with_their_pictures_unless_trunca
     assert post(backend(context_tokens=90), "/api/chat", model="toy", messages=alone).status_code == 400
 
 
-def test_equal_pictures_have_equal_rows_wherever_they_stand_and_others_do_not():
+def test_equal_pictures_have_equal_tokens_wherever_they_occur_and_others_do_not():
     made = backend()
     parts = [PICTURE, {"type": "image_url", "image_url": url(TWO)}, PICTURE]
     post(made, CHAT, messages=[{"role": "user", "content": parts}])
@@ -165,7 +165,7 @@ def test_a_tools_result_may_have_a_picture():
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_model_without_an_encoder_says_which_file_is_missing(path):
+def test_without_an_encoder_the_error_names_the_missing_file(path):
     made = FakeBackend(replies("ok"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     made.served = replace(made.served, lacks_encoder="put mmproj.gguf beside it")
     response = post(made, path, **ASKED[path], stream=False)
@@ -187,7 +187,7 @@ def test_a_model_without_an_encoder_says_which_file_is_missing(path):
         (url(b"RIFF1234WEBP"), "cannot be decoded"),
     ],
 )
-def test_what_is_no_picture_is_refused_with_its_place(source, named):
+def test_invalid_picture_data_is_refused_with_its_place(source, named):
     part = {"type": "image_url", "image_url": {"url": source}}
     response = post(backend(), CHAT, messages=[{"role": "user", "content": [TEXT, part]}])
     assert response.status_code == 400
@@ -195,7 +195,7 @@ def test_what_is_no_picture_is_refused_with_its_place(source, named):
     assert response.json()["error"]["param"] == "messages[0].content[1]"
 
 
-def test_sound_goes_where_the_model_hears_and_is_refused_by_name_elsewhere():
+def test_audio_is_accepted_by_models_with_audio_input_and_refused_by_name_elsewhere():
     part = {"type": "input_audio", "input_audio": {"data": based(ONE), "format": "wav"}}
     body = {"messages": [{"role": "user", "content": [TEXT, part]}]}
     made = backend(hears=True)
@@ -209,7 +209,7 @@ def test_sound_goes_where_the_model_hears_and_is_refused_by_name_elsewhere():
     assert call(made, "GET", "/props").json()["modalities"] == {"vision": False, "audio": True}
 
 
-def test_sound_in_other_dialects_is_taken_where_they_have_it_and_refused_by_name_with_what_to_use_elsewhere():
+def test_audio_is_accepted_in_dialects_that_have_it_and_refused_with_an_alternative_elsewhere():
     made = backend(hears=True)
     part = {"type": "input_audio", "input_audio": {"data": based(ONE), "format": "wav"}}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "See "}, part]}]
@@ -232,7 +232,7 @@ def test_sound_in_other_dialects_is_taken_where_they_have_it_and_refused_by_name
 
 
 @pytest.mark.parametrize("kind", ["audio_url", "video_url", "file", "input_file"])
-def test_what_is_neither_picture_nor_sound_is_refused_by_name(kind):
+def test_a_part_that_is_neither_picture_nor_audio_is_refused_by_name(kind):
     part = {"type": kind, kind: {"data": "AAAA", "format": "wav"}}
     response = post(backend(), CHAT, messages=[{"role": "user", "content": [part]}])
     assert response.status_code == 400
@@ -253,7 +253,7 @@ def test_errors_name_the_field_of_the_dialect():
     assert "0 markers <__media__> in its text, and 1 pictures" in answer.text
 
 
-def test_a_picture_without_its_data_is_told_what_it_lacks():
+def test_a_picture_without_data_is_refused_with_the_missing_field():
     for part in ({"type": "image_url"}, {"type": "image_url", "image_url": {"detail": "low"}}, {"type": "input_audio"}):
         answer = post(backend(), CHAT, messages=[{"role": "user", "content": [part]}])
         assert f"a part of type '{part['type']}' lacks its data URL" in answer.text
@@ -292,7 +292,7 @@ def test_a_template_that_leaves_a_picture_out_is_named():
     assert response.status_code == 200 or "leaves this picture out" in response.text
 
 
-def test_clients_are_told_that_the_model_sees():
+def test_clients_can_see_that_the_model_has_vision():
     for sees in (True, False):
         made = backend()
         made.served = replace(made.served, sees=sees)

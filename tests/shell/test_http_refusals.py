@@ -40,13 +40,13 @@ def error(response: httpx.Response, status: int) -> dict[str, str | None]:
 
 @both
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"n": NaN}', b'{"n": 1e999}'])
-def test_a_body_that_is_no_request(path, body):
+def test_a_body_that_is_no_request_is_an_error(path, body):
     response = call(FakeBackend(replies()), "POST", path, content=body, headers={"content-type": "application/json"})
     assert error(response, 400)["type"] == "invalid_request_error"
 
 
 @both
-def test_a_body_that_is_nested_too_deeply_is_told_so(path):
+def test_a_body_that_is_nested_too_deeply_has_its_own_error_code(path):
     body = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     response = call(FakeBackend(replies()), "POST", path, content=body, headers={"content-type": "application/json"})
     assert error(response, 400)["code"] == "nested_too_deeply"
@@ -96,14 +96,14 @@ DIALECTS = {
 }
 
 
-def test_a_program_need_not_say_that_it_sends_json():
+def test_a_program_need_not_set_the_json_content_type():
     for path, asked in DIALECTS.items():
         for printed in MEDIA_TYPES:
             answer = call(FakeBackend(replies("x")), "POST", path, content=json.dumps(asked).encode(), headers=printed)
             assert answer.status_code == 200, (path, printed, answer.text)
 
 
-def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothing_is_read_before():
+def test_a_page_must_set_the_json_content_type_and_no_body_is_read_before():
     async def body():
         raise AssertionError("the body is read")
         yield b""
@@ -117,7 +117,7 @@ def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothi
 
 
 @both
-def test_a_body_that_is_too_large(path):
+def test_a_body_that_is_too_large_is_refused(path):
     json_type = {"content-type": "application/json"}
     body = b'{"prompt": "' + b"x" * MAX_BODY_BYTES
     error(call(FakeBackend(replies()), "POST", path, content=body, headers=json_type), 413)
@@ -165,13 +165,13 @@ def test_a_template_that_refuses():
     )
 
 
-def test_a_template_that_is_broken():
+def test_a_broken_template_is_a_server_error():
     vocabulary = ByteVocabulary(chat_template="{% if %}")
     response = post(FakeBackend(replies(), vocabulary=vocabulary), CHAT, messages=HELLO)
     assert "tokenizer.chat_template" in str(error(response, 500)["message"])
 
 
-def test_a_client_is_told_when_to_come_again():
+def test_a_client_gets_retry_after():
     response = error_response(RequestError("not loaded yet", status=429, retry_s=41.2))
     assert response.headers["retry-after"] == "42"
 
@@ -214,14 +214,14 @@ def test_a_ring_that_breaks_later(path):
     assert all("choices" in chunk for chunk in got[:-1])
 
 
-def test_an_answer_that_ends_with_an_error():
+def test_a_response_that_ends_with_an_error_is_a_503():
     backend = FakeBackend(replies())
     backend.ending = ("error", "deadline of step 7 passed")
     assert error(post(backend, CHAT, messages=HELLO), 503)["message"] == "deadline of step 7 passed"
 
 
 @both
-def test_what_cannot_be_followed_is_the_request_s_fault(path):
+def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(path):
     backend = FakeBackend(replies("a"))
     backend.ending = ("refused", "the grammar is too much work; make it simpler")
     got = error(post(backend, path, **VALID[path]), 400)
@@ -237,7 +237,7 @@ def test_a_full_queue():
     assert int(response.headers["retry-after"]) > 0
 
 
-def test_our_own_mistakes_say_nothing_about_themselves():
+def test_internal_errors_reveal_nothing():
     response = post(FakeBackend(replies(ZeroDivisionError("secret"))), CHAT, messages=HELLO)
     assert "secret" not in str(error(response, 500))
 
@@ -321,7 +321,7 @@ def test_names_that_the_owner_allows_are_served():
         assert not is_allowed(host, allowed), host
 
 
-def test_the_refusal_of_a_host_name_says_what_allows_it():
+def test_the_refusal_of_a_host_name_names_the_option_that_allows_it():
     response = call(FakeBackend(replies()), "GET", "/health", headers={"host": "desk.lan"})
     assert "--allow-host" in str(error(response, 403)["message"])
 
@@ -332,7 +332,7 @@ def asked_by_page(origin: str, **more: str) -> httpx.Response:
     return ask(app, "OPTIONS" if more else "GET", "/v1/models", headers={"origin": origin, **more})
 
 
-def test_pages_of_the_origins_that_the_owner_named_may_ask_and_no_others():
+def test_only_pages_of_allowed_origins_may_send_requests():
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     named, other = "http://desk.lan:3000", "http://evil.example"
     assert asked_by_page(named).headers["access-control-allow-origin"] == named

@@ -87,7 +87,7 @@ def test_an_item_that_cannot_be_read_is_named(item, reported):
     assert reported in response.json()["error"]["message"]
 
 
-def test_what_other_servers_did_by_themselves_is_in_their_answers_and_calls_of_a_shell_are_calls():
+def test_results_of_other_servers_tools_are_in_the_prompt_and_shell_calls_are_tool_calls():
     backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": None}]},
@@ -103,7 +103,7 @@ def test_what_other_servers_did_by_themselves_is_in_their_answers_and_calls_of_a
     assert printed.index("local_shell") < printed.index("out") < printed.index("[assistant]b") < printed.index("d>")
 
 
-def test_some_of_the_tools_may_be_called_this_time():
+def test_allowed_tools_restrict_the_callable_ones():
     backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "two"}]}
@@ -142,7 +142,7 @@ def test_a_stream_of_named_events():
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
     ],
 )
-def test_what_cannot_be_served_is_named(asked, reported):
+def test_unsupported_fields_are_named(asked, reported):
     response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | asked)
     assert response.status_code == 400
     assert reported in response.json()["error"]["message"]

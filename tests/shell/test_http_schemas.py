@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def test_every_answer_is_as_the_openapi_document_says():
+def test_every_response_matches_the_openapi_schemas():
     tests = Path(__file__).with_name("http_schemas.py")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "schemathesis", str(tests)]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)

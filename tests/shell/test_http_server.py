@@ -13,7 +13,7 @@ from primad.api.http.server import bind_http
 from primad.errors import ConfigError
 
 
-def test_what_the_server_writes_is_sent_at_once():
+def test_responses_are_sent_without_delay():
     async def scenario() -> int:
         connected = asyncio.get_running_loop().create_future()
 

@@ -101,7 +101,7 @@ async def answer(port: int, printed: bytes) -> bytes:
     return printed
 
 
-async def test_only_what_all_read_alike_is_answered(caplog):
+async def test_only_unambiguous_requests_get_responses(caplog):
     wrong = REFUSED | {name: asks(CODING, body=body) for name, body in WRONG_CHUNKS.items()}
     backend = FakeBackend(lambda call: b"Hello")
     async with patient(backend) as port:
@@ -119,7 +119,7 @@ async def test_only_what_all_read_alike_is_answered(caplog):
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
+async def test_later_requests_on_a_connection_are_parsed_as_strictly(caplog):
     first = asks(LENGTH).replace(b"Connection: close\r\n", b"")
     async with patient(FakeBackend(replies("Hello"))) as port:
         for name, printed in REFUSED.items():
@@ -128,7 +128,7 @@ async def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
+async def test_a_wrong_chunk_after_an_early_response_ends_the_connection_without_a_traceback(caplog):
     late = asks(CODING, body=b"").replace(b"Connection: close\r\n", b"")
     late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so that it is refused at once
     async with patient(FakeBackend(replies("Hello"))) as port:
@@ -144,7 +144,7 @@ async def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("headers", [[], [(b"Content-Length", b"5")], [(b"Transfer-Encoding", b"chunked")]])
-def test_an_answer_has_the_bytes_that_h11_would_send(method, version, headers):
+def test_a_response_has_the_bytes_that_h11_would_send(method, version, headers):
     def sent(connection: h11.Connection) -> list[bytes | None]:
         connection.receive_data(method.encode() + b" / HTTP/" + version + b"\r\nHost: localhost\r\n\r\n")
         while not isinstance(connection.next_event(), h11.EndOfMessage):
@@ -175,7 +175,7 @@ def test_a_body_in_more_parts_than_its_size_is_worth_is_refused(part, is_read):
 
 
 @pytest.mark.parametrize("count", [0, MAX_TRAILERS, MAX_TRAILERS + 1])
-def test_few_header_lines_stand_behind_a_body(count):
+def test_few_header_lines_may_follow_a_body(count):
     connection = StrictConnection()
     connection.receive_data(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
     connection.receive_data(b"0\r\n" + b"t: x\r\n" * count + b"\r\n")

@@ -209,7 +209,7 @@ def test_calls(ask):
 
 @every_dialect
 @pytest.mark.parametrize("text", ["Hello", calls("Rome", name="other"), calls("Rome")[:30], "<tool_call>{</tool_call>"])
-def test_what_is_no_call_is_text(ask, text):
+def test_text_that_is_no_call_stays_text(ask, text):
     assert ask(backend(text), tools=TOOLS) == ("", text, [], "stop")
 
 
@@ -218,7 +218,7 @@ CUT = calls("Rome").partition("Rome")[0]
 
 @every_dialect
 @pytest.mark.parametrize("text", [CUT + "Ro", f"{CUT}\\x", calls("Rome").replace('"Rome"', "NaN")])
-def test_a_call_that_is_cut_in_its_arguments_says_so(ask, text):
+def test_a_call_that_is_cut_in_its_arguments_is_marked(ask, text):
     thought, printed, given, finish = ask(backend(text), tools=TOOLS)
     rest = text[len(CUT) :] if "\\" in text else "NaN" + text.partition("NaN")[2] if "NaN" in text else ""
     if ask in (ollama_whole, ollama_streamed):
@@ -244,7 +244,7 @@ def test_a_call_is_streamed_as_it_is_written():
 
 
 @every_dialect
-def test_without_tools_nothing_is_a_call(ask):
+def test_without_tools_a_call_is_text(ask):
     assert ask(backend(calls("Rome"))) == ("", calls("Rome"), [], "stop")
 
 
@@ -257,12 +257,12 @@ def test_thoughts(ask):
 
 
 @pytest.mark.parametrize("ask", [openai_whole, openai_streamed])
-def test_thoughts_stay_in_the_content_where_that_is_asked(ask):
+def test_reasoning_stays_in_the_content_on_request(ask):
     assert ask(backend("Hm.</think>Hello", template=OPENS), reasoning_format="none")[:2] == ("", "Hm.</think>Hello")
 
 
 @pytest.mark.parametrize("ask", [openai_whole, openai_streamed])
-def test_one_call_ends_the_answer_where_more_are_not_wanted(ask):
+def test_one_call_ends_the_response_without_parallel_calls(ask):
     made = backend(calls("Rome"), calls("Oslo"))
     got = ask(made, tools=TOOLS, parallel_tool_calls=False)
     assert got == ("", "", [("weather", {"city": "Rome"})], "tool_calls")
@@ -289,7 +289,7 @@ PIECES = [
 @every_dialect
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.lists(st.sampled_from(PIECES), max_size=8).map("".join), name=st.sampled_from(list(FORMS)))
-def test_whatever_the_model_writes_is_answered(ask, text, name):
+def test_any_model_output_gets_a_response(ask, text, name):
     made = backend(text, template=OPENS)
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser=name)
@@ -317,14 +317,14 @@ async def test_a_marker_may_be_a_control_token(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
-def test_what_frames_an_answer_is_no_text(asked):
+def test_markers_around_a_response_are_removed(asked):
     made = backend("<|START_RESPONSE|>Hi there.<|END_RESPONSE|>")
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser="command-r")
     assert openai_whole(made, **asked)[1] == "Hi there."
 
 
-def test_who_does_not_ask_for_thoughts_gets_none():
+def test_reasoning_is_sent_only_on_request():
     body = post(backend("Hm.</think>Hi", template=OPENS), "/v1/messages", **ANTHROPIC).json()
     assert [block["type"] for block in body["content"]] == ["text"]
     line = post(backend("Hi", template=OPENS), "/api/chat", model="toy", messages=HELLO, think=False, stream=False)
@@ -348,7 +348,7 @@ def test_log_probabilities_of_all_tokens_are_there():
     assert [token["token"] for part in parts if part for token in part["content"]] == list(text)
 
 
-def test_the_conversation_goes_on_in_every_dialect():
+def test_the_conversation_continues_in_every_dialect():
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}{% endfor %}"
@@ -410,14 +410,14 @@ def test_the_conversation_goes_on_in_every_dialect():
         assert prompt == '[user]Hi[assistant]weather{"city": "Rome"}[tool]hot>', path
 
 
-def test_what_a_template_can_is_told():
+def test_capabilities_of_the_template_are_reported():
     made = backend(template=OPENS)
     assert post(made, "/api/show", model="toy").json()["capabilities"] == ["completion", "tools", "thinking"]
     listed = post(made, "/apply-template", messages=HELLO, tools=TOOLS).json()["prompt"]
     assert '"weather"' in listed
 
 
-def test_primad_chat_tells_thoughts_from_the_answer():
+def test_primad_chat_separates_reasoning_from_the_response():
     stream = post(backend("Hm.</think>Hi", template=OPENS), "/v1/chat/completions", messages=HELLO, stream=True)
     received = Received()
     pieces = [piece for line in stream.text.splitlines() for piece in received.take(line, 0.0)]
@@ -467,7 +467,7 @@ async def test_the_official_clients():
 
 
 @pytest.mark.parametrize("reported", [openai_whole, openai_streamed])
-def test_the_call_before_it_again_ends_the_answer(reported: Any):
+def test_a_repeated_call_ends_the_response(reported: Any):
     rome, oslo = calls("Rome"), calls("Oslo")
     weather = [("weather", {"city": city}) for city in ("Rome", "Oslo")]
     for texts, found in (
@@ -486,7 +486,7 @@ def test_the_call_before_it_again_ends_the_answer(reported: Any):
     assert made.calls[0].sampled < 2 * len(rome) + 2
 
 
-def test_a_repetition_that_is_cut_is_a_call_that_is_not_whole():
+def test_a_repeated_call_that_is_cut_counts_as_incomplete():
     made = backend(calls("Rome"), calls("Rome")[:-20])
     made.ending = ("length", None)
     *_, given, finish = openai_streamed(made, tools=TOOLS)

@@ -15,7 +15,7 @@ from primad.head.model.encoder import encoder_file
 from primad.head.model.service import ModelSource
 from primad.settings.config import models_folder
 from tests.fakes.hub import own_hub
-from tests.shell.test_picture_rows import write_seeing
+from tests.shell.test_pictures_exact import write_seeing
 from tools.lab.mmproj import noise
 
 REPO, FILE, ENCODER = "acme/Eye-GGUF", "Eye-Q8_0.gguf", "mmproj-Eye-F16.gguf"
@@ -70,7 +70,7 @@ def given(hub, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
-def test_serve_takes_the_encoder_along_once_and_says_its_size(hub, serve, place, files, words):
+def test_serve_fetches_the_encoder_once_and_prints_its_size(hub, serve, place, files, words):
     source, options, err = serve(*words)
     assert isinstance(source, RangedModel) == (words == HEADER)
     assert options.projector == place / ENCODER
@@ -94,7 +94,7 @@ def test_the_header_alone_is_enough_of_a_model_to_encode_its_pictures(hub, serve
 
 
 @pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
-def test_nobody_gets_an_encoder_that_is_not_wanted_and_plans_count_it_until_it_is(hub, serve, command, place, words):
+def test_an_unwanted_encoder_is_not_fetched_and_plans_count_a_wanted_one(hub, serve, command, place, words):
     assert serve("--mmproj", "none", *words)[1].projector is None
     assert not given(hub, ENCODER)
     found = planned(command)
@@ -120,7 +120,7 @@ def test_a_model_is_served_without_an_encoder_that_cannot_be_fetched_until_the_n
     assert serve(*words)[1].projector == place / ENCODER
 
 
-def test_what_was_pulled_without_its_encoder_is_served_without_asking(hub, serve, command):
+def test_a_model_pulled_without_its_encoder_is_served_without_contacting_the_hub(hub, serve, command):
     assert command("pull", "--no-mmproj", f"hf:{REPO}")[0] == 0
     asked = len(hub.asked)
     assert serve(*WHOLE)[1].projector is None

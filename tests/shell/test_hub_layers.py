@@ -90,7 +90,7 @@ async def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer
     return found
 
 
-def test_the_header_alone_is_that_of_the_file_and_is_asked_for_once(hub, path, tmp_path):
+def test_a_header_fetched_alone_equals_that_of_the_file_and_is_fetched_once(hub, path, tmp_path):
     model, file = header_of(NAME, tmp_path), open_model(path)
     assert model.header.values == file.values
     where = {name: (each.type, each.shape, each.bytes) for name, each in file.tensors.items()}
@@ -103,7 +103,7 @@ def test_the_header_alone_is_that_of_the_file_and_is_asked_for_once(hub, path, t
     assert not NAME.place(tmp_path).exists()
 
 
-def test_a_hub_without_ranges_or_with_another_file_than_it_says_gives_no_header_alone(hub, tmp_path):
+def test_a_hub_without_ranges_or_with_a_different_file_supplies_no_header(hub, tmp_path):
     hub.ranges = False
     with pytest.raises(HubError, match="gives no byte ranges"):
         header_of(NAME, tmp_path)
@@ -114,7 +114,7 @@ def test_a_hub_without_ranges_or_with_another_file_than_it_says_gives_no_header_
     assert not kept_models(tmp_path)
 
 
-async def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, tmp_path):
+async def test_downloaded_layers_equal_those_cut_out_of_the_file(hub, path, cutter, tmp_path):
     hub.cut[FILE] = 100
     hub.statuses += [503, 429, 500]
     found = await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
@@ -124,9 +124,7 @@ async def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cut
     assert not hub.statuses
 
 
-async def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_layers_alone(
-    monkeypatch, tmp_path
-):
+async def test_an_unknown_architecture_is_certified_by_its_header_and_fetched_by_layer(monkeypatch, tmp_path):
     path = tmp_path / FILE
     synth.write_model(path, architecture="bloom", width=256)
     config = load_config({"home": tmp_path / "home"}, {})
@@ -148,9 +146,7 @@ async def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_
             assert cutter.spec(0, first, last) == file.spec(0, first, last)
 
 
-def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_device_and_says_why(
-    monkeypatch, tmp_path, capsys
-):
+def test_an_uncertified_architecture_is_fetched_whole_for_one_device_with_the_reason(monkeypatch, tmp_path, capsys):
     path, config = tmp_path / FILE, load_config({"home": tmp_path / "home"}, {})
     synth.write_model(path, architecture="dream", width=256)
     with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
@@ -164,7 +160,7 @@ def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_
     assert "the whole file is fetched" in printed
 
 
-async def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
+async def test_a_model_with_all_layers_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
     cache, done = LayerCache(tmp_path / "cache"), []
     first, *others = cutter.layers_of_all
 
@@ -190,7 +186,7 @@ async def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub
     assert is_compared(cutter)
 
 
-async def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
+async def test_a_downloaded_layer_is_not_downloaded_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     (layer,) = wanted(cutter, 2)
     assert not layer.is_hashed
@@ -203,7 +199,7 @@ async def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hu
     assert cache.has(layer.ref)
 
 
-async def test_a_layer_that_came_otherwise_before_is_refused_and_not_kept(cutter, tmp_path):
+async def test_a_layer_with_another_digest_than_before_is_refused_and_not_saved(cutter, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     (layer,) = wanted(cutter, 3)
     cutter.learn(layer.origin.name, bytes(32 * chunk_count(layer.ref.size_bytes)))
@@ -213,7 +209,7 @@ async def test_a_layer_that_came_otherwise_before_is_refused_and_not_kept(cutter
     assert not cache.partial_bytes()
 
 
-def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter):
+def test_a_worker_that_reports_other_bytes_of_a_layer_ends_the_ring_by_name(cutter):
     (layer,) = wanted(cutter, 4)
     size = 32 * chunk_count(layer.ref.size_bytes)
 
@@ -262,7 +258,7 @@ async def bring(
     return found
 
 
-async def test_where_no_hub_is_there_neighbours_give_the_layers_they_drew_and_the_head_passes_on_the_others(
+async def test_without_a_hub_neighbours_send_downloaded_layers_and_the_head_relays_the_others(
     hub, cutter, path, tmp_path
 ):
     neighbour, cache, file = LayerCache(tmp_path / "neighbour"), LayerCache(tmp_path / "own"), open_model(path)
@@ -277,7 +273,7 @@ async def test_where_no_hub_is_there_neighbours_give_the_layers_they_drew_and_th
     assert not missing(cache, [cut_layer(file, layer).ref() for layer in (0, 1)])
 
 
-async def test_where_nobody_gives_a_layer_everybody_is_named(hub, cutter, tmp_path):
+async def test_a_layer_that_nobody_sends_is_an_error_with_all_sources(hub, cutter, tmp_path):
     hub.repositories[REPO].clear()
     with pytest.raises(
         ClusterError, match=r"^layers cannot be fetched: the hub: .* owner .*; head: cannot pass it on: "
@@ -285,27 +281,27 @@ async def test_where_nobody_gives_a_layer_everybody_is_named(hub, cutter, tmp_pa
         await bring(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
-async def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
+async def test_a_file_that_changed_during_the_download_is_refused(hub, cutter, tmp_path):
     hub.repositories[REPO][FILE] = hub.repositories[REPO][FILE][:-1] + b"?"
     with pytest.raises(ClusterError, match=r"the hub: .* has another file there by now"):
         await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
-def test_a_range_that_only_trickles_is_given_up(hub, cutter, monkeypatch):
+def test_a_range_that_is_too_slow_is_given_up(hub, cutter, monkeypatch):
     monkeypatch.setattr(hub_ranges, "MAX_RANGE_S", -1.0)
     with pytest.raises(HubError, match="it takes too long") as caught:
         HubRanges(own_hubs()).read(cutter.files[0], 0, 4)
     assert caught.value.again
 
 
-async def test_a_disk_without_room_is_told_before_anything_comes(hub, cutter, tmp_path):
+async def test_a_disk_without_room_is_an_error_before_the_download(hub, cutter, tmp_path):
     asked = len(hub.asked)
     with pytest.raises(DiskError, match="do not fit"):
         await draw(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
     assert len(hub.asked) == asked
 
 
-def test_where_a_hub_sends_one_the_token_stays_behind(hub, cutter, path):
+def test_the_token_is_not_sent_to_a_redirect_target(hub, cutter, path):
     with serving(FakeHub(hub.repositories)) as other:
         hub.elsewhere = other.endpoint
         reader = HubRanges(own_hubs(), "secret", connect_timeout_s=PATIENCE_S, silence_timeout_s=PATIENCE_S)
@@ -334,7 +330,7 @@ def answering(monkeypatch, address: str) -> None:
         ("https://hub.test", "https://cdn.test/f", "2002:c0a8:101::1", "which is not public"),
     ],
 )
-def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, hub_url, there, address, replies):
+def test_no_connection_goes_to_private_addresses_or_without_encryption(monkeypatch, hub_url, there, address, replies):
     answering(monkeypatch, address)
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a connection was made"))
     file = RemoteFile(f"{hub_url}/f", 10, "0" * 64)
@@ -345,13 +341,13 @@ def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, 
     assert not caught.value.again
 
 
-def test_a_hub_sends_nobody_where_nothing_is_encrypted(monkeypatch):
+def test_a_redirect_to_an_unencrypted_url_is_refused(monkeypatch):
     file = RemoteFile("https://hub.test/f", 10, "0" * 64)
     with pytest.raises(HubError, match="not encrypted"):
         HubRanges({"https://hub.test"})._judge(file, "http://cdn.test/f")
 
 
-def test_only_hubs_of_the_owner_are_asked(hub):
+def test_only_hubs_of_the_owner_are_contacted(hub):
     with pytest.raises(HubError, match="no hub of this device's owner"):
         HubRanges(own_hubs()).read(RemoteFile("https://elsewhere.test/f", 10, "0" * 64), 0, 1)
     assert not hub.asked

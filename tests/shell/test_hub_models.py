@@ -78,7 +78,7 @@ def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights,
     assert "no models yet" in primad("models")[2]
 
 
-def test_the_file_for_images_is_left_where_nobody_wants_it(primad, hub, tmp_path):
+def test_the_encoder_is_not_pulled_if_unwanted(primad, hub, tmp_path):
     assert primad("pull", "--no-mmproj", f"hf:{REPO}")[0] == 0
     assert not [*(models_folder(tmp_path / "home") / REPO).glob("mmproj*")]
 
@@ -101,7 +101,7 @@ def test_a_connection_that_ends_costs_no_more_than_its_range(primad, hub, tmp_pa
     assert hub.given_bytes == len(large) + hub_download.MIN_RANGE_BYTES
 
 
-def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path, monkeypatch):
+def test_an_interrupted_download_is_resumed_by_the_next_pull(primad, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_download, "TRIES", 1)
     large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"GGUF" + bytes(range(256)) * (3 << 12)
     hub.after["Tiny-Q5_0.gguf"] = hub_download.MIN_RANGE_BYTES
@@ -128,7 +128,7 @@ def test_a_hub_without_ranges_gives_whole_files(primad, hub, weights, tmp_path):
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-F16.gguf").read_bytes() == weights["f16"]
 
 
-def test_what_is_no_gguf_is_removed(primad, hub, tmp_path):
+def test_a_download_that_is_no_gguf_is_removed(primad, hub, tmp_path):
     hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"<html>"
     code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
     assert code == 2
@@ -136,7 +136,7 @@ def test_what_is_no_gguf_is_removed(primad, hub, tmp_path):
     assert not (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").exists()
 
 
-def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
+def test_a_download_that_differs_from_the_hubs_checksum_is_removed(primad, hub, tmp_path):
     hub.stated["Tiny-F16.gguf"] = "0" * 64
     code, _, err = primad("pull", f"hf:{REPO}:F16")
     assert code == 2
@@ -166,7 +166,7 @@ def test_mistakes_are_named(primad, hub, arguments, replies):
     assert err.count("\n") == 1
 
 
-def test_a_disk_without_room_is_told_before_anything_comes(primad, hub, monkeypatch):
+def test_a_disk_without_room_is_an_error_before_the_download(primad, hub, monkeypatch):
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
     code, _, err = primad("pull", f"hf:{REPO}")
     assert code == 2
@@ -174,7 +174,7 @@ def test_a_disk_without_room_is_told_before_anything_comes(primad, hub, monkeypa
     assert not any("resolve" in path for _, path, _ in hub.asked)
 
 
-def test_without_the_hub_what_is_here_is_used_and_the_rest_refused(primad, hub, monkeypatch):
+def test_without_the_hub_local_models_are_used_and_others_refused(primad, hub, monkeypatch):
     assert primad("pull", f"hf:{REPO}")[0] == 0
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert primad("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home")[0] == 0

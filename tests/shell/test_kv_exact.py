@@ -169,7 +169,7 @@ EVERY_RUN = {*KEPT} - {*sorted({*KEPT} & {*PLAIN})[2 * len(PAIRS) :]}
     "architecture",
     [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.matrix) for name in KEPT],
 )
-def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
+def test_kv_cells_restore_into_windows_of_another_cut(architecture, tmp_path):
     """Each kind of cells, with one sequence and several, is tried with some architectures; the full matrix has all
     pairs.
     """
@@ -178,7 +178,7 @@ def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("architecture", KEPT)
-def test_cells_of_each_kind_go_to_windows_of_another_cut(architecture, tmp_path):
+def test_kv_cells_of_each_kind_restore_into_windows_of_another_cut(architecture, tmp_path):
     into_other_cuts(architecture, PAIRS, tmp_path)
 
 
@@ -195,13 +195,13 @@ def into_other_cuts(architecture, pairs, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek2"])
-def test_cells_go_to_other_windows(architecture, kind, tmp_path):
+def test_kv_cells_restore_into_other_windows(architecture, kind, tmp_path):
     header = written(tmp_path, architecture, **WIDE)
     judge(header, tmp_path, kind, 3, cut_into(header, tmp_path, ([0, 2, 4, 6], [0, 1, 5, 6])))
 
 
 @pytest.mark.parametrize("architecture", sorted(NOT_KEPT))
-def test_cells_that_no_known_state_holds_are_not_kept(architecture, tmp_path):
+def test_kv_cells_in_an_unknown_state_are_not_saved(architecture, tmp_path):
     header = written(tmp_path, architecture)
     model = whole_of(header, options_of("flash", 3))
     assert not model.kv_supported
@@ -210,14 +210,14 @@ def test_cells_that_no_known_state_holds_are_not_kept(architecture, tmp_path):
     model.release()
 
 
-def test_latent_attention_has_keys_alone(tmp_path):
+def test_latent_attention_has_only_keys(tmp_path):
     with opened(written(tmp_path, "deepseek2"), "flash", 1) as model:
         model.forward(rows(np.array(PROMPT[:3], np.int32), 0))
         assert {len(cells.values) for cells in model.kv_cells(0, 0, 3)} == {0}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_devices_with_and_without_flash_attention_exchange_cells(architecture, tmp_path):
+def test_devices_with_and_without_flash_attention_exchange_kv_cells(architecture, tmp_path):
     header = written(tmp_path, architecture)
     with opened(header, "flash", 1) as flash, opened(header, "scores", 3) as scores:
         flash.forward(rows(np.array(PROMPT[:50], np.int32), 0))
@@ -229,7 +229,7 @@ def test_devices_with_and_without_flash_attention_exchange_cells(architecture, t
         assert np.abs(flash.logits(0) - scores.logits(0)).mean() < 0.3, "of logits that are 3 on average"
 
 
-def test_cells_go_by_way_of_the_store_into_a_window_that_streams(tmp_path):
+def test_kv_cells_restore_from_the_store_into_a_window_that_streams(tmp_path):
     header = written(tmp_path, "llama")
     store = KvStore(tmp_path / "cells")
     first = keys.block("root", None, PROMPT[:40], [40])
@@ -280,7 +280,7 @@ def played(request, tmp_path_factory):
 
 @given(history=HISTORY)
 @settings(max_examples=40)
-def test_after_any_history_a_position_is_its_cell(played, history):
+def test_after_any_history_a_position_has_its_own_kv_cell(played, history):
     """``kv_cells`` reads a position where llama.cpp's own state has it."""
     model, fresh = played
     ends = [0] * SEQUENCES
@@ -386,7 +386,7 @@ class opened:  # noqa: N801
         self._model.release()
 
 
-def test_what_is_copied_is_there_at_once(tmp_path):
+def test_copied_kv_cells_are_available_at_once(tmp_path):
     """llama.cpp defers the copy until the next step."""
     with opened(written(tmp_path, "llama"), "flash", 3) as model:
         model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
@@ -403,7 +403,7 @@ def test_what_is_copied_is_there_at_once(tmp_path):
             model.kv_cells(2, 0, 16)
 
 
-def test_cells_that_are_not_the_windows_are_refused_and_the_window_goes_on(tmp_path):
+def test_kv_cells_of_another_window_are_refused_and_the_window_still_works(tmp_path):
     with opened(written(tmp_path, "llama"), "flash", 3) as model:
         model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
         good = model.kv_cells(0, 0, 10)
@@ -440,7 +440,7 @@ def test_cells_that_are_not_the_windows_are_refused_and_the_window_goes_on(tmp_p
         assert (model.logits(0) == expected).all()
 
 
-def test_cells_are_their_packed_bytes(tmp_path):
+def test_kv_cells_equal_their_packed_bytes(tmp_path):
     with opened(written(tmp_path, "llama"), "flash", 1) as model:
         model.forward(rows(np.array(PROMPT[:20], np.int32), 0))
         block = keys.block("root", None, PROMPT[:20], [20])
@@ -449,7 +449,7 @@ def test_cells_are_their_packed_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("change", [("_NAME", kv_cache.re.compile(rb"(?!)(k)(v)")), ("_MAGIC", 1)])
-def test_a_build_that_keeps_cells_otherwise_is_found_out(change, tmp_path, monkeypatch, caplog):
+def test_a_build_with_another_kv_layout_is_detected(change, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kv_cache, *change)
     model = whole_of(written(tmp_path, "llama"), options_of("flash", 1))
     with caplog.at_level("WARNING"):

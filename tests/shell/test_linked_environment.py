@@ -35,13 +35,13 @@ def tree(tmp_path) -> Path:
     return made
 
 
-def test_a_linked_environment_is_taken_as_it_is(tree):
+def test_a_linked_environment_is_used_unchanged(tree):
     ended = set_up(tree, f"{tree}:{tree}/solver")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(path.name for path in (tree / ".venv").iterdir()) == ["bin"]
 
 
-def test_one_whose_sources_would_be_taken_is_refused(tree):
+def test_a_linked_environment_whose_sources_would_be_imported_is_refused(tree):
     ended = set_up(tree, "")
     assert ended.returncode == 2
     assert f"set PYTHONPATH={tree}:{tree}/solver" in ended.stderr

@@ -122,7 +122,7 @@ def plausible(link: LinkProfile) -> bool:
     return sizes == [8 << 10, 32 << 10, 256 << 10] and MAX_ECHO_BYTES / PATIENCE_S < link.bytes_per_s < math.inf
 
 
-async def test_both_ways_are_measured():
+async def test_links_are_measured_in_both_directions():
     async with devices("a", "b") as (context, (a, b)):
         links = (await measure_links(context, HEAD, "desk", [a.target(), b.target()])).links
         ends = [(link.source, link.target, link.address) for link in links]
@@ -160,7 +160,7 @@ async def test_an_address_that_does_not_work_is_passed_over(dead, bad):
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.9", "127.0.0.8"], ["fe80::1%nowhere0"], []])
-async def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(dead, addresses):
+async def test_an_unreachable_device_has_a_link_that_no_plan_uses(dead, addresses):
     dead.update(addresses)
     async with devices("a") as (context, (a,)):
         target = Contact(device="a", key=a.key, addresses=addresses, port=a.port)
@@ -239,7 +239,7 @@ async def test_only_what_is_missing_is_measured():
             worker.close()
 
 
-async def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
+async def test_a_worker_gets_no_ipv6_scope_of_the_head(monkeypatch):
     async with devices("a", "b") as (context, (a, b)):
         reported: list[list[str]] = []
 
@@ -264,7 +264,7 @@ async def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
             worker.close()
 
 
-async def test_a_device_that_is_forgotten_or_elsewhere_is_measured_anew():
+async def test_a_forgotten_or_moved_device_is_measured_again():
     async with devices("a", "b") as (context, (a, b)):
         book, lines = book_of(context), Lines()
         workers = await greeted(context, a, b)
@@ -311,7 +311,7 @@ async def test_a_device_that_was_named_by_its_host_is_found_by_the_others(monkey
         worker.close()
 
 
-async def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(dead):
+async def test_a_vanished_device_is_lost_and_other_measurements_are_kept(dead):
     async with devices("a", "b") as (context, (a, b)):
         book, lines = book_of(context), Lines()
         workers = await greeted(context, a, b)
@@ -326,7 +326,7 @@ async def test_a_device_that_is_gone_is_lost_and_the_rest_is_kept(dead):
             worker.close()
 
 
-async def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, monkeypatch):
+async def test_a_device_that_others_cannot_reach_stays_and_is_named(dead, monkeypatch):
     dead.add("127.0.0.9")
     async with devices("a", "b") as (context, (a, b)):
         book, lines = book_of(context), Lines()
@@ -351,7 +351,7 @@ async def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, m
             worker.close()
 
 
-async def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_asked_for(dead):
+async def test_a_device_that_was_too_busy_to_reply_is_measured_again_on_request(dead):
     async with devices("a", "b") as (context, (a, b)):
         book, lines = book_of(context), Lines()
         workers = await greeted(context, a, b)
@@ -382,7 +382,7 @@ async def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_
             worker.close()
 
 
-async def test_a_device_that_keeps_echoes_waiting_is_measured_for_a_bounded_time():
+async def test_a_device_that_delays_echoes_is_measured_for_a_bounded_time():
     """All others wait for it, however many echoes there are and however long each may take."""
     async with devices("a") as (context, (a,)):
         a.echoes = False

@@ -167,7 +167,7 @@ def test_a_step_arrives_as_it_was_sent():
         assert receiver.refused == 0
 
 
-def test_a_step_without_rows_arrives():
+def test_a_step_without_tokens_arrives():
     with opened() as receiver, opened() as sender:
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
@@ -221,7 +221,7 @@ def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
         assert wait_step(receiver, sender)[0] == a_step()
 
 
-def test_a_device_that_was_refused_gets_in_when_it_becomes_the_one_before(receiver):
+def test_a_refused_device_gets_in_once_it_is_the_previous_one(receiver):
     with opened() as sender:
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
@@ -230,7 +230,7 @@ def test_a_device_that_was_refused_gets_in_when_it_becomes_the_one_before(receiv
         assert wait_step(receiver, sender)[0] == a_step()
 
 
-def test_a_device_that_is_no_longer_before_this_one_is_refused_though_it_is_connected(receiver):
+def test_a_connected_device_is_refused_once_it_is_no_longer_the_previous_one(receiver):
     with stranger(receiver) as push, opened() as sender:
         push.send_multipart(VALID)
         assert wait_step(receiver)[0] == a_step()
@@ -309,7 +309,7 @@ def pass_on(door: socket.socket, endpoint: str, seen: list[bytes]) -> None:
                 (far if end is near else near).sendall(data)
 
 
-def test_connections_that_say_nothing_are_closed_and_keep_nobody_out(receiver):
+def test_silent_connections_are_closed_and_keep_nobody_out(receiver):
     port = int(receiver.endpoint.rsplit(":", 1)[1])
     with contextlib.ExitStack() as stack:
         silent = [
@@ -328,7 +328,7 @@ KEYS = ["", "x", "x" * 39, "x" * 41, " " * 40, "é" * 40, "#" * 40]
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_that_is_none_breaks_the_ring(receiver, key):
+def test_an_invalid_key_breaks_the_ring(receiver, key):
     with pytest.raises(
         RingError, match=r"cannot send to the next device at 'tcp://127\.0\.0\.1:1': its public key is invalid"
     ):
@@ -368,7 +368,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("frames", REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_step_breaks_the_ring_by_the_device_before_this_one(receiver, frames):
+def test_an_invalid_step_breaks_the_ring_with_the_previous_device_at_fault(receiver, frames):
     with stranger(receiver) as push:
         push.send_multipart(frames)
         with pytest.raises(
@@ -435,12 +435,12 @@ def test_a_step_before_the_next_device_is_known_breaks_the_ring():
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://x:y", "http://127.0.0.1:1"])
-def test_an_address_that_is_none_breaks_the_ring(receiver, address):
+def test_an_invalid_address_breaks_the_ring(receiver, address):
     with pytest.raises(RingError, match="cannot send to the next device at"):
         receiver.connect(address, NOBODY, NOBODY)
 
 
-def test_a_next_device_that_takes_nothing_is_late_again_and_again():
+def test_a_next_device_that_accepts_nothing_is_reported_late_repeatedly():
     with socket.socket() as silent, opened(send_timeout_s=0.05) as sender:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
@@ -473,7 +473,7 @@ def test_the_next_device_may_change():
             assert wait_step(target, sender)[0].step == number
 
 
-def test_a_step_that_waits_goes_to_the_device_that_is_next_then():
+def test_a_waiting_step_goes_to_the_new_next_device():
     with opened() as receiver, opened(send_timeout_s=60) as sender:
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         sender.connect("tcp://127.0.0.1:1", NOBODY, NOBODY)
@@ -484,7 +484,7 @@ def test_a_step_that_waits_goes_to_the_device_that_is_next_then():
         assert not sender.is_waiting
 
 
-def test_nothing_is_watched_in_vain():
+def test_only_sockets_with_work_are_polled():
     with opened() as links:
         assert links.watched(receiving=False) == []
         assert links.watched(receiving=True) == [(links.pull, zmq.POLLIN)]
@@ -500,7 +500,7 @@ def test_an_address_of_another_machine_cannot_be_listened_on(host):
         Links(host, LIMITS)
 
 
-def test_ipv6_is_listened_on_where_the_machine_has_it():
+def test_ipv6_is_listened_on_if_the_machine_has_it():
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
     with socket.socket(socket.AF_INET6) as probe:

@@ -102,7 +102,7 @@ def test_without_the_right_key_nothing_is_loaded(command):
     assert list(models.loaded()) == ["one"]
 
 
-def test_models_shows_what_a_head_has_loaded(command, tmp_path):
+def test_models_shows_the_loaded_models_of_a_head(command, tmp_path):
     models = three()
     models.change("one", state=ModelState.LOADED)
     models.change("broken", state=ModelState.LOADING, progress=0.5, expected_s=3.0)
@@ -114,7 +114,7 @@ def test_models_shows_what_a_head_has_loaded(command, tmp_path):
         assert states == ["loaded", "unloaded", "loading"]
 
 
-def test_models_of_this_device_have_the_state_that_its_head_says(command, tmp_path):
+def test_models_of_this_device_have_the_state_that_its_head_reports(command, tmp_path):
     toy(tmp_path / "mine" / "one.gguf")
     words = ("models", "--models", tmp_path / "mine")
     assert "state" not in command(*words)[1]

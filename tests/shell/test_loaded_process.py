@@ -61,7 +61,7 @@ async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
     raise AssertionError("it ended without a word")
 
 
-async def test_what_was_said_before_the_end_is_heard_before_it(place):
+async def test_events_before_the_end_are_delivered_before_it(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
     for windows in range(200):  # more than are buffered for a late listener
@@ -74,7 +74,7 @@ async def test_what_was_said_before_the_end_is_heard_before_it(place):
     await process.close()
 
 
-async def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_then_the_end(place):
+async def test_a_listener_gets_past_and_future_events_in_order_and_then_the_end(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
     heard: list[RingEvent] = []
@@ -102,7 +102,7 @@ async def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_th
     await process.close()
 
 
-async def test_what_a_listener_cannot_take_ends_its_listening(place):
+async def test_an_event_that_a_listener_cannot_handle_ends_its_listening(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
 
@@ -127,7 +127,7 @@ async def test_what_a_listener_cannot_take_ends_its_listening(place):
     ],
     ids=["stopped", "a mistake of ours"],
 )
-async def test_whatever_ends_it_is_told(
+async def test_the_reason_of_any_end_is_reported(
     place, monkeypatch, end: Callable[[FakeRingProcess, asyncio.Event], None], reason: str
 ):
     class Mistaken(FakeRingProcess):
@@ -146,7 +146,7 @@ async def test_whatever_ends_it_is_told(
     await process.close()
 
 
-async def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(place, monkeypatch):
+async def test_a_load_that_is_cancelled_while_opening_leaves_no_process_and_no_files(place, monkeypatch):
     opening = asyncio.Event()
 
     async def send(command: RingCommand) -> None:
@@ -181,7 +181,7 @@ async def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_fil
     assert list(place.run.iterdir()) == []
 
 
-def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(place):
+def test_a_process_with_another_adapter_scale_or_rope_scaling_is_not_reused(place):
     """A parked ring process is reused only for exactly the same load."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
@@ -207,7 +207,7 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     assert key(adapter) == keys[1]
 
 
-async def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(place):
+async def test_windows_for_a_gpu_that_was_left_out_since_planning_request_another_plan(place):
     """Loaded without that GPU, they would seem to lack memory."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))

@@ -40,7 +40,7 @@ def test_a_head_is_found_by_its_home_and_by_all_while_it_lives(tmp_path: Path):
     assert not home_note(home).exists()
 
 
-def test_the_note_of_a_head_that_was_killed_counts_for_nothing(tmp_path: Path):
+def test_the_note_of_a_killed_head_is_ignored(tmp_path: Path):
     with announced_head(tmp_path, "desk", "http://127.0.0.1:8081", 8081):
         note = home_note(tmp_path).read_bytes()
     dead = msgspec.structs.replace(msgspec.json.decode(note, type=LocalHead), created=1.0, since_boot=1.0)
@@ -49,14 +49,14 @@ def test_the_note_of_a_head_that_was_killed_counts_for_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"device": 1}'])
-def test_a_damaged_note_is_none(tmp_path: Path, content: bytes):
+def test_a_damaged_head_note_is_ignored(tmp_path: Path, content: bytes):
     home_note(tmp_path).parent.mkdir()
     home_note(tmp_path).write_bytes(content)
     assert local_heads(tmp_path) == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="access lists")
-def test_a_note_that_others_could_have_written_is_none(tmp_path: Path):
+def test_a_note_that_others_could_have_written_is_ignored(tmp_path: Path):
     with announced_head(tmp_path, "desk", "http://127.0.0.1:8081", 8081):
         home_note(tmp_path).chmod(0o666)
         (shared_folder() / f"{os.getpid()}.json").chmod(0o666)

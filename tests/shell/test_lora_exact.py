@@ -75,7 +75,7 @@ def test_windows_with_an_adapter_are_the_whole_model_with_it(architecture, tmp_p
         assert np.array_equal(ring_logits(header, cuts, folder, [(file, 0.7)]), expected)
 
 
-def test_two_adapters_of_which_one_has_some_layers_alone(tmp_path):
+def test_two_adapters_one_with_only_some_layers_are_exact(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path)
     header = read_header(path)

@@ -86,7 +86,7 @@ async def test_a_child_that_fails_is_one_clear_error(config, monkeypatch):
     assert reports.settled == 1
 
 
-async def test_what_the_child_cannot_do_is_told(config):
+async def test_a_failure_of_the_measuring_child_is_one_clear_error(config):
     shutil.rmtree(config.home)
     config.home.write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"--home .*: this device cannot be measured there: .*"):
@@ -113,7 +113,7 @@ async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config,
     assert next(begun) == 2
 
 
-async def test_a_device_that_was_measured_with_all_effort_is_left_alone(config, monkeypatch):
+async def test_a_device_that_was_measured_with_full_effort_is_not_measured_again(config, monkeypatch):
     write(machine_record(None), home_record(), config.home)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     own = OwnProfile(config, Reports())

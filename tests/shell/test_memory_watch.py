@@ -55,7 +55,7 @@ def machine(monkeypatch) -> Machine:
     return Machine(monkeypatch)
 
 
-async def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_more(machine):
+async def test_freed_memory_is_reported_once_and_then_no_longer_sampled(machine):
     async with asyncio.timeout(PATIENCE_S):
         watch, task = await machine.watch()
         await asyncio.sleep(0.05)
@@ -76,7 +76,7 @@ async def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_m
         task.cancel()
 
 
-async def test_the_owners_limit_holds_for_what_is_told(machine):
+async def test_reported_memory_respects_the_owners_limit(machine):
     async with asyncio.timeout(PATIENCE_S):
         watch, task = await machine.watch(OwnerLimits(ram=4 * GIB, vram=None, disk_bytes=None))
         assert await watch.report_memory_low(GIB) == 4 * GIB
@@ -85,7 +85,7 @@ async def test_the_owners_limit_holds_for_what_is_told(machine):
         task.cancel()
 
 
-async def test_a_device_whose_plan_has_all_again_is_not_watched(machine):
+async def test_memory_is_not_sampled_once_the_plan_has_all_of_it_again(machine):
     async with asyncio.timeout(PATIENCE_S):
         watch, task = await machine.watch()
         machine.available = 2 * GIB

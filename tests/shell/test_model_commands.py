@@ -121,7 +121,7 @@ def test_models_of_every_place_are_listed(command, user, weights):
     assert "smollm2-135m-Q8_0" in command("models")[1]
 
 
-def test_a_model_with_an_encoder_of_pictures_is_said_to_see(command, user, served):
+def test_a_model_with_a_picture_encoder_is_listed_with_vision(command, user, served):
     model = toy(user / "mine" / "x-Q8_0.gguf", "a")
     encoder = user / "mine" / "mmproj-x.gguf"
     write_encoder(encoder, "gemma3", 64)
@@ -167,7 +167,7 @@ def test_a_model_of_the_hub_that_another_program_has_is_not_downloaded(command, 
     assert "not downloaded" in command("plan", "--model", "hf:acme/tiny-GGUF:Q4_K_M", "--fleet", "apple-home")[2]
 
 
-def test_a_name_that_means_none_or_several_says_what_there_is(command, user):
+def test_an_unknown_or_ambiguous_name_is_refused_with_the_candidates(command, user):
     for each in ("v1", "v2"):
         toy(user / "mine" / each / "model.gguf", each)
     words = ("plan", "--models", user / "mine", "--model")
@@ -181,7 +181,7 @@ def test_a_name_that_means_none_or_several_says_what_there_is(command, user):
     assert "mistral" not in command(*words, "./nosuch.gguf")[2]
 
 
-def test_a_name_that_ollama_knows_says_what_is_here_too(command, user):
+def test_an_ollama_name_is_refused_with_similar_local_names(command, user):
     toy(user / "mine" / "qwen3-8b-Q4_0.gguf")
     code, _, err = command("plan", "--models", user / "mine", "--model", "qwen3:8b")
     assert code == 2
@@ -189,7 +189,7 @@ def test_a_name_that_ollama_knows_says_what_is_here_too(command, user):
     assert "similar names: qwen3-8b-Q4_0" in err
 
 
-def test_settings_of_a_model_win_over_the_defaults_and_what_is_typed_over_both(user):
+def test_settings_of_a_model_win_over_defaults_and_options_over_both(user):
     ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", toy(user / "x.gguf").read_bytes())
     (user / "primad" / "config.toml").write_text('[serve]\ncontext = 1024\nprompt = 100\nobjective = "ttft"\n')
     settings(

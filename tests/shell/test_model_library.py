@@ -51,7 +51,7 @@ def lines(library):
     return [each.line for each in library.problems]
 
 
-def test_a_folder_has_its_files_by_name_with_what_their_headers_say(library, store):
+def test_files_of_a_folder_are_listed_by_name_with_their_header_values(library, store):
     toy(store / "Qwen3-8B-Q4_K_M.gguf")
     toy(store / "deep" / "er" / "other.GGUF", general__size_label="1.5B", general__file_type=7)
     (store / "notes.txt").write_text("no model")
@@ -64,7 +64,7 @@ def test_a_folder_has_its_files_by_name_with_what_their_headers_say(library, sto
     assert found[0].names == ("other", "deep/er/other")
 
 
-def test_files_of_one_name_are_told_from_one_another_by_their_folders(library, store):
+def test_files_of_the_same_name_are_distinguished_by_their_folders(library, store):
     for each in ("v1", "v2"):
         toy(store / each / "model.gguf", each)
     assert names(library()) == ["v1/model", "v2/model"]
@@ -73,7 +73,7 @@ def test_files_of_one_name_are_told_from_one_another_by_their_folders(library, s
     assert library().find("v2/model").files == (store / "v2" / "model.gguf",)
 
 
-def test_a_split_model_is_one_and_says_which_part_it_lacks(library, store):
+def test_a_split_model_is_listed_once_and_a_missing_part_is_named(library, store):
     paths = write_split(store, toy_arrays(), 3)
     [model] = library().models
     assert (model.name, model.files, model.problem) == ("toy", tuple(paths), "")
@@ -83,7 +83,7 @@ def test_a_split_model_is_one_and_says_which_part_it_lacks(library, store):
         library().find("toy")
 
 
-def test_a_projector_belongs_to_the_model_beside_it_and_an_adapter_is_no_model(library, store):
+def test_a_projector_belongs_to_the_model_next_to_it_and_an_adapter_is_no_model(library, store):
     toy(store / "gemma-3-4b-it-Q4_K_M.gguf")
     toy(store / "llama.gguf")
     projector = toy(store / "mmproj-gemma-3-4b-it-F16.gguf", general__type="mmproj")
@@ -92,7 +92,7 @@ def test_a_projector_belongs_to_the_model_beside_it_and_an_adapter_is_no_model(l
     assert [(each.name, each.projector) for each in found] == [("gemma-3-4b-it-Q4_K_M", projector), ("llama", None)]
 
 
-def test_a_file_that_is_found_twice_is_one_model_with_several_names(library, store):
+def test_a_file_found_twice_is_one_model_with_several_names(library, store):
     path = toy(store / "a.gguf")
     os.link(path, store / "b.gguf")
     (store / "c.gguf").symlink_to(path)
@@ -122,7 +122,7 @@ def test_ollama_names_are_those_of_ollama(library, store):
     assert one.projector.read_bytes() == b"pictures"
 
 
-def test_of_an_ollama_list_of_manifests_the_one_with_a_gguf_is_taken(library, store):
+def test_the_manifest_with_a_gguf_is_chosen_from_an_ollama_list(library, store):
     path = ollama_model(store, f"{LIBRARY}/toy/latest", toy(store / "x.gguf").read_bytes())
     manifests = store / "manifests" / LIBRARY / "toy" / "latest"
     child = blob(store, manifests.read_bytes())
@@ -178,7 +178,7 @@ def test_blobs_may_be_on_a_disk_of_their_own(library, store, tmp_path):
     assert (model.files, model.quantisation) == ((path,), "Q2_K")
 
 
-def test_a_blob_that_was_cut_or_is_gone_is_said_by_name(library, store):
+def test_a_truncated_or_missing_blob_is_an_error_by_name(library, store):
     path = ollama_model(store, f"{LIBRARY}/toy/latest", toy(store / "x.gguf").read_bytes())
     size = path.stat().st_size
     os.truncate(path, size - 1)
@@ -189,7 +189,7 @@ def test_a_blob_that_was_cut_or_is_gone_is_said_by_name(library, store):
         library("ollama", "Ollama").find("toy")
 
 
-def test_an_ollama_model_with_an_adapter_says_how_to_serve_it(library, store):
+def test_an_ollama_model_with_an_adapter_is_refused_with_the_option_to_use(library, store):
     ollama_model(store, f"{LIBRARY}/own/latest", toy(store / "x.gguf").read_bytes(), adapter=b"lora")
     with pytest.raises(ModelError, match="--lora"):
         library("ollama").find("own")
@@ -214,9 +214,7 @@ def test_two_files_of_one_quantisation_are_both_there(library, store):
     assert names(library("repositories")) == ["org/repo/a-Q4_K_M", "org/repo/b-Q4_K_M"]
 
 
-def test_of_the_hubs_cache_the_current_commit_counts_and_what_it_lacks_comes_from_earlier_ones(
-    library, store, tmp_path
-):
+def test_the_hub_cache_uses_the_current_commit_and_earlier_ones_for_missing_files(library, store, tmp_path):
     old, new = toy(tmp_path / "a-Q8_0.gguf", "old"), toy(tmp_path / "b" / "a-Q8_0.gguf", "new")
     hub_file(store, "org/re--po", old, commit="1" * 40)
     hub_file(store, "org/re--po", toy(tmp_path / "a-Q4_0.gguf"), commit="1" * 40)
@@ -261,7 +259,7 @@ def test_a_broken_file_is_listed_with_the_reason_and_harms_no_other(library, sto
         found.find("bad")
 
 
-def test_what_is_no_file_is_listed_without_being_opened(library, store):
+def test_an_entry_that_is_no_file_is_listed_without_being_opened(library, store):
     os.mkfifo(store / "pipe.gguf")
     (store / "gone.gguf").symlink_to(store / "nowhere")
     (store / "loop.gguf").symlink_to(store / "loop.gguf")
@@ -271,7 +269,7 @@ def test_what_is_no_file_is_listed_without_being_opened(library, store):
     assert "cannot be read" in problems["loop"]
 
 
-def test_a_name_that_is_no_text_is_shown_as_one(library, store, tmp_path):
+def test_an_undecodable_name_is_shown_escaped(library, store, tmp_path):
     for name, data in ((b"\xff\n\x1b[31m", b""), (b"whole\xfe", toy(tmp_path / "x.gguf").read_bytes())):
         (store / os.fsdecode(name + b".gguf")).write_bytes(data)
     for _ in range(2):
@@ -307,7 +305,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(library, store, monkeypatch):
     )
 
 
-def test_a_folder_of_too_many_files_says_so_and_lists_the_first(library, store, monkeypatch):
+def test_a_folder_of_too_many_files_is_reported_and_the_first_are_listed(library, store, monkeypatch):
     monkeypatch.setattr(library_module, "MAX_FILES", 3)
     monkeypatch.setattr(stores, "MAX_ENTRIES", 20)
     for number in range(5):
@@ -320,7 +318,7 @@ def test_a_folder_of_too_many_files_says_so_and_lists_the_first(library, store, 
     assert "more than 20 files" in lines(library())[0]
 
 
-def test_a_named_folder_that_is_not_there_is_said(library, tmp_path):
+def test_a_missing_named_folder_is_reported(library, tmp_path):
     assert "no such folder" in lines(library(folder=tmp_path / "nowhere"))[0]
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/\0")):
@@ -347,7 +345,7 @@ def test_only_the_beginning_of_a_header_is_read_and_only_once(library, store, mo
     assert len(read) == 2
 
 
-def test_a_damaged_list_of_kept_headers_is_as_good_as_none(library, store, tmp_path):
+def test_a_damaged_header_cache_is_ignored(library, store, tmp_path):
     toy(store / "a.gguf")
     first = library().models
     for content in (b"", b"{}", b'{"version": 2, "files": {}}', b"\xff"):
@@ -386,7 +384,7 @@ def test_whatever_is_in_a_file_it_has_facts_or_is_no_model(tmp_path_factory, cha
         ("q4_0", ""),
     ],
 )
-def test_the_number_of_parameters_is_taken_from_a_name_that_says_it(name, parameters):
+def test_the_number_of_parameters_is_parsed_from_the_name(name, parameters):
     assert parameters_in(name) == parameters
 
 

@@ -45,7 +45,7 @@ DIFFERING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *INDEXED, *DIFFERING}))
-def test_cells_and_states_are_what_llama_cpp_allocates(architecture, printed, tmp_path):
+def test_forecast_kv_and_state_bytes_are_what_llama_cpp_allocates(architecture, printed, tmp_path):
     """This includes layers that slide, differ in their heads, keep a state or have one latent vector for all heads."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -67,7 +67,7 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, printed, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", INDEXED)
-def test_buffers_hold_what_chooses_the_cells_that_attention_sees(architecture, printed, tmp_path):
+def test_buffers_include_the_index_of_sparse_attention(architecture, printed, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture, width=256, is_empty=True)
     header = read_header(path)
@@ -109,7 +109,7 @@ def state_space(width: int, inner: int, state: int, groups: int) -> dict[str, in
     ],
     ids=["latent-128", "latent-64", "mamba-2", "mamba-2-beside", "mamba-2-one-group", "mamba-1", "without-flash"],
 )
-def test_buffers_hold_more_than_weights_say(name, keys, measured_mib):
+def test_compute_buffers_exceed_what_the_weights_suggest(name, keys, measured_mib):
     """``measured_mib`` is what llama.cpp allocates for 512-token chunks, 4,096 tokens and a small feed-forward."""
     profile = replace(model_profile(model(name, context_length=4096, **keys)), width=keys["embedding_length"])
     asked = replace(WORK, context_tokens=4096, sequences=1, chunk_rows=512)
@@ -134,7 +134,7 @@ WIDE = {"width": 1024, "heads": 16, "heads_kv": 4, "head_width": 64, "layers": 2
     ],
     ids=["squared", "no-gate", "gate", "fused", "beside", "wide-attention", "small-experts", "large-experts"],
 )
-def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, printed, tmp_path):
+def test_a_compute_buffer_follows_from_the_shapes_of_a_layer(name, shape, printed, tmp_path):
     """For 512 tokens and one window: at most 15 % above llama.cpp's allocation, and never below."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=name, **{**WIDE, **shape})

@@ -166,5 +166,7 @@ def test_a_check_of_any_metadata_ends_with_a_verdict_or_a_refusal(headers, tmp_p
 @pytest.mark.matrix
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_so_does_one_of_many_more(headers, tmp_path_factory, data):
+def test_a_check_of_any_metadata_ends_with_a_verdict_or_a_refusal_in_many_more_examples(
+    headers, tmp_path_factory, data
+):
     try_cuts(headers, tmp_path_factory.mktemp("mutated") / "model.gguf", data)

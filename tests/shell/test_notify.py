@@ -28,7 +28,7 @@ def environment(ear: socket.socket, **more: str) -> dict[str, str]:
     return {"NOTIFY_SOCKET": ear.getsockname(), **more}
 
 
-def test_nothing_is_sent_where_nobody_wants_to_know(tmp_path: Path) -> None:
+def test_nothing_is_sent_without_a_notify_socket(tmp_path: Path) -> None:
     assert not notify("READY=1", environ={})
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
 
@@ -62,7 +62,7 @@ def test_the_watchdog_is_the_one_of_this_process(environ: dict[str, str], second
     assert watchdog_s({name: value.format(pid=os.getpid()) for name, value in environ.items()}) == seconds
 
 
-async def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> None:
+async def test_a_daemon_notifies_that_it_is_ready_alive_and_stopping(ear: socket.socket) -> None:
     states = iter(["waiting for a head", "waiting for a head"])
 
     async def hear() -> str:
@@ -84,7 +84,7 @@ async def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket)
     ]
 
 
-async def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_watchdog_only_changes_are_sent(ear: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STATUS_EVERY_S", 0.001)
     states = iter(["one", "one", "one", "two"])
     task = asyncio.create_task(report(lambda: next(states, "two"), environment(ear)))
@@ -94,5 +94,5 @@ async def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monk
     assert printed == ["READY=1\nSTATUS=one", "STATUS=two"]
 
 
-async def test_where_nobody_listens_a_daemon_does_not_tend_it() -> None:
+async def test_without_a_notify_socket_reporting_ends_at_once() -> None:
     await report(lambda: "state", {})

@@ -170,7 +170,7 @@ async def test_a_request_loads_the_model_that_it_names_by_any_of_its_names():
         assert (models.offered()[0].memory_bytes, models.offered()[0].vram_bytes) == ({"desk": 1000}, 400)
 
 
-async def test_what_a_model_takes_is_its_encoders_word_until_it_is_loaded_and_then_that_of_the_loaded_one():
+async def test_supported_inputs_follow_the_encoder_until_loading_and_then_the_loaded_model():
     house = House(found=[model("one", projector=Path("mmproj.gguf"), hears=True)])
     async with offered(house) as models:
         assert (state(models, "one").sees, state(models, "one").hears) == (False, True)
@@ -183,7 +183,7 @@ async def test_what_a_model_takes_is_its_encoders_word_until_it_is_loaded_and_th
             assert not state(models, "one").hears, "it was loaded without its encoder"
 
 
-async def test_without_a_name_it_is_the_model_that_was_used_last():
+async def test_a_request_without_a_name_gets_the_last_used_model():
     house = House()
     async with offered(house) as models:
         with pytest.raises(RequestError, match="name one in 'model'"):
@@ -211,7 +211,7 @@ async def test_without_a_name_a_model_that_vanished_since_is_passed_over():
             assert backend is house.held["two"].backend
 
 
-async def test_a_file_that_is_new_or_repaired_is_found_though_the_list_was_read_a_moment_ago():
+async def test_a_new_or_repaired_file_is_found_even_with_a_fresh_list():
     house = House(found=[model("one", problem="is cut short")])
     async with offered(house, fresh_s=1e9) as models:
         house.found = [model("one"), model("new")]
@@ -234,7 +234,7 @@ async def test_a_load_that_fails_as_its_file_vanished_is_a_404():
         assert refused.value.status == 404
 
 
-async def test_those_that_look_again_at_the_same_time_share_a_look():
+async def test_concurrent_searches_for_models_share_one_search():
     looks = []
 
     def read() -> Library:
@@ -246,7 +246,7 @@ async def test_those_that_look_again_at_the_same_time_share_a_look():
     assert len(looks) <= 2
 
 
-async def test_a_wait_is_told_and_who_leaves_it_costs_the_others_nothing():
+async def test_waiting_reports_progress_and_leaving_does_not_affect_others():
     house = House(slow={"one"})
     async with offered(house) as models:
         told: list[OfferedModel] = []
@@ -270,7 +270,7 @@ async def test_a_wait_is_told_and_who_leaves_it_costs_the_others_nothing():
         assert await other == "two"
 
 
-async def test_a_load_is_expected_to_take_what_it_took_the_last_time(monkeypatch):
+async def test_the_expected_time_of_a_load_is_that_of_the_last_one(monkeypatch):
     loop, later_s = asyncio.get_running_loop(), 0.0
     real = loop.time
     monkeypatch.setattr(loop, "time", lambda: real() + later_s)
@@ -300,7 +300,7 @@ async def test_a_load_is_expected_to_take_what_it_took_the_last_time(monkeypatch
         await using
 
 
-async def test_a_load_that_everybody_left_is_given_up_for_the_next_one():
+async def test_an_abandoned_load_is_cancelled_for_the_next_one():
     house = House(slow={"one"})
     async with offered(house) as models:
         first = asyncio.create_task(models.use("one").__aenter__())
@@ -310,7 +310,7 @@ async def test_a_load_that_everybody_left_is_given_up_for_the_next_one():
             assert house.ended == ["one"]
 
 
-async def test_what_has_to_go_goes_once_its_requests_have_ended():
+async def test_an_evicted_model_is_unloaded_once_its_requests_have_ended():
     house = House()
     async with offered(house) as models:
         async with models.use("one"):
@@ -342,7 +342,7 @@ async def test_a_model_that_cannot_be_loaded_is_an_error_and_is_tried_again_by_t
             assert state(models, "one").state is ModelState.LOADED
 
 
-async def test_a_model_that_is_lost_is_unloaded_and_loaded_again_by_the_next_request():
+async def test_a_lost_model_is_unloaded_and_loaded_again_by_the_next_request():
     house = House()
     async with offered(house) as models:
         async with models.use("one"):
@@ -377,7 +377,7 @@ async def test_keep_alive_0_unloads_and_pinned_models_stay():
         assert set(models.loaded()) == {"three"}
 
 
-async def test_a_model_without_room_beside_pinned_ones_says_who_stays():
+async def test_a_model_without_room_next_to_pinned_ones_is_refused_with_their_names():
     house = House()
     async with offered(house, pinned={"one", "two"}) as models:
         for name in ("one", "two"):
@@ -388,7 +388,7 @@ async def test_a_model_without_room_beside_pinned_ones_says_who_stays():
                 pass
 
 
-async def test_unloading_returns_when_nothing_is_held():
+async def test_unloading_returns_once_no_memory_is_held():
     house = House()
     async with offered(house) as models:
         await models.unload("one")
@@ -400,7 +400,7 @@ async def test_unloading_returns_when_nothing_is_held():
         assert house.ended == ["one"]
 
 
-async def test_unloading_returns_also_for_a_model_whose_load_nobody_listened_to():
+async def test_unloading_returns_also_for_a_model_whose_load_nobody_awaited():
     house = House()
     async with offered(house) as models:
         async with models.use("one"):
@@ -443,7 +443,7 @@ async def test_an_unknown_name_is_a_404_with_the_names_that_there_are():
         assert refused.value.status == 404
 
 
-async def test_what_a_model_would_give_and_who_would_go_for_it_is_forecast_without_loading_it():
+async def test_speed_and_evictions_of_a_model_are_forecast_without_loading_it():
     house = House()
     async with offered(house) as models:
         for name in ("one", "two"):
@@ -461,7 +461,7 @@ async def test_what_a_model_would_give_and_who_would_go_for_it_is_forecast_witho
             await models.forecast("four")
 
 
-async def test_changes_are_heard_until_the_end():
+async def test_changes_are_delivered_until_the_end():
     house = House()
     async with offered(house) as models:
         changes = models.changes()
@@ -475,7 +475,7 @@ async def test_changes_are_heard_until_the_end():
         await changes.aclose()
 
 
-async def test_what_is_pulled_is_offered_and_what_is_deleted_is_not():
+async def test_pulled_models_are_offered_and_deleted_ones_are_not():
     house = House()
     async with offered(house) as models:
         assert [each.file async for each in models.pull("hf:new")] == ["hf:new"]
@@ -486,7 +486,7 @@ async def test_what_is_pulled_is_offered_and_what_is_deleted_is_not():
         assert "hf:new" not in [each.id for each in models.offered()]
 
 
-async def test_who_waits_or_is_answered_at_the_end_gets_an_error():
+async def test_requests_at_shutdown_get_an_error():
     house = House(slow={"one"})
     async with offered(house) as models:
         waiting = asyncio.create_task(models.use("one").__aenter__())
@@ -505,7 +505,7 @@ async def test_who_waits_or_is_answered_at_the_end_gets_an_error():
         (None, (), ("c", "a"), ("c", "a")),
     ],
 )
-async def test_as_few_go_as_are_needed_and_those_that_answer_only_without_another_way(beside, idle, busy, gone):
+async def test_as_few_models_as_possible_are_evicted_and_busy_ones_only_if_necessary(beside, idle, busy, gone):
     async def objective_s(without: Collection[str]) -> float:
         if "a" in without:
             return 1.0
@@ -516,7 +516,7 @@ async def test_as_few_go_as_are_needed_and_those_that_answer_only_without_anothe
     assert await who_goes(objective_s, idle, busy) == frozenset(gone)
 
 
-async def test_without_a_plan_on_free_devices_its_error_is_the_answer():
+async def test_without_a_plan_on_free_devices_its_error_is_raised():
     async def objective_s(without: Collection[str]) -> float:
         raise PlanError(f"short of memory without {sorted(without)}")
 

@@ -45,7 +45,7 @@ def test_each_command_reads_its_own_table(tmp_path):
         ("serve = 3", "{file}: 'serve' must be a table; write [serve] above its options"),
     ],
 )
-def test_what_cannot_be_names_the_file_and_the_key(content, message, tmp_path):
+def test_an_invalid_option_is_refused_with_its_file_and_key(content, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         params(tmp_path, content, "--model", "toy.gguf")
     assert str(caught.value).startswith(message.format(file=tmp_path / "config.toml"))

@@ -43,7 +43,7 @@ def bearer(key: str) -> dict[str, str]:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_browser_gets_the_page_and_a_client_of_the_api_is_told_what_this_is():
+def test_a_browser_gets_the_page_and_a_client_of_the_api_a_description():
     page = ask(app_of(), "GET", "/", headers=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "<title>primad</title>" in page.text
@@ -75,7 +75,7 @@ def test_nothing_on_the_page_is_inline_and_the_policy_forbids_it():
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_what_is_vendored_has_its_licence_beside_it():
+def test_each_vendored_file_has_its_licence_next_to_it():
     vendored = list((files.FOLDER / "vendor").glob("*.js"))
     assert vendored
     assert all(path.with_suffix(".LICENSE").is_file() for path in vendored)
@@ -90,14 +90,14 @@ def test_a_file_that_the_browser_has_is_not_sent_again():
 @pytest.mark.parametrize(
     "path", ["nothing.js", "", "../routes.py", "..%2froutes.py", "%2e%2e/routes.py", "/etc/passwd"]
 )
-def test_no_other_file_is_given(path):
+def test_no_other_file_is_served(path):
     assert ask(app_of(), "GET", f"/page/{path}").status_code == 404
 
 
 # ---- access ---------------------------------------------------------------------------------------------------------
 
 
-def test_where_there_are_keys_the_page_loads_and_tells_nothing():
+def test_with_api_keys_the_page_loads_and_reveals_nothing():
     app = app_of(ApiKey(name="guest", digest=digest_of(GUEST)))
     assert ask(app, "GET", "/", headers=BROWSER).status_code == 200
     assert ask(app, "GET", "/page/js/main.js").status_code == 200
@@ -119,7 +119,7 @@ def test_where_there_are_keys_the_page_loads_and_tells_nothing():
     ids=["host", "port", "null", "no address", "cross", "same-site"],
 )
 @pytest.mark.parametrize(("method", "path"), [("GET", "/ui/events"), ("GET", "/ui/who"), ("POST", "/ui/ticket")])
-def test_pages_of_other_origins_may_not_ask_even_where_they_may_use_the_api(method, path, headers):
+def test_pages_of_other_origins_are_refused_even_if_they_may_use_the_api(method, path, headers):
     app = app_of(origins=("http://evil.example",))
     answer = ask(
         app, method, path, headers=headers | bearer(OWNER) | {"content-type": "application/json"}, content="{}"
@@ -128,7 +128,7 @@ def test_pages_of_other_origins_may_not_ask_even_where_they_may_use_the_api(meth
     assert answer.json()["error"]["code"] == "foreign_origin"
 
 
-def test_a_ticket_is_for_the_owner_alone_and_good_once():
+def test_only_the_owner_gets_a_ticket_and_it_works_once():
     app = app_of()
     assert ask(app, "POST", "/ui/ticket", json={}).status_code == 403
     assert ask(app, "POST", "/ui/ticket", json={}, headers=bearer(GUEST)).json()["error"]["code"] == "not_the_owner"
@@ -139,7 +139,7 @@ def test_a_ticket_is_for_the_owner_alone_and_good_once():
     assert ask(app, "GET", "/ui/who", headers=bearer(OWNER)).json() == {"is_owner": True}
 
 
-def test_a_ticket_ends_and_none_is_good_without_an_owner():
+def test_a_ticket_expires_and_none_is_valid_without_an_owner():
     now = [0.0]
     owner = Owner(OWNER, clock=lambda: now[0])
     late, early = owner.ticket(), owner.ticket()
@@ -164,13 +164,13 @@ def test_a_ticket_ends_and_none_is_good_without_an_owner():
     ],
     ids=["form", "text", "list", "unknown"],
 )
-def test_a_change_is_asked_for_in_json(request_):
+def test_a_change_must_be_sent_as_json(request_):
     headers = request_.pop("headers", {}) | bearer(OWNER)
     assert ask(app_of(), "POST", "/ui/ticket", headers=headers, **request_).status_code == 400
 
 
 @pytest.mark.parametrize("path", ["/ui/owner", "/ui/what-if", "/ui/forecast", "/ui/ticket"])
-def test_what_the_page_asks_is_short(path):
+def test_a_large_request_of_the_page_is_refused(path):
     answer = ask(app_of(), "POST", path, headers=bearer(OWNER), json={"profiles": ["a"] * MAX_ASKED_BYTES})
     assert answer.status_code == 413
 
@@ -224,7 +224,7 @@ def test_the_owner_pauses_a_device_and_caps_its_memory():
     assert (mini["is_paused"], mini["ram_bytes"]) == (True, 4_000_000_000)
 
 
-def test_whoever_may_ask_may_ask_what_another_cluster_would_do():
+def test_every_client_may_request_a_what_if_forecast():
     app = app_of(admin_api=FakeAdminApi([known("mini"), known("laptop")]))
     without = ask(app, "POST", "/ui/what-if", json={"without": ["mini"]}).json()
     assert without["tokens_per_s"] < without["now_tokens_per_s"]
@@ -238,7 +238,7 @@ def test_whoever_may_ask_may_ask_what_another_cluster_would_do():
     assert foreign.status_code == 403
 
 
-def test_what_the_daemon_refuses_is_told_and_is_no_mistake_of_ours():
+def test_a_refusal_of_the_daemon_is_reported_and_no_internal_error():
     app = app_of(admin_api=FakeAdminApi())
     answer = ask(app, "POST", "/ui/revoke", headers=bearer(OWNER), json={"device": "mini", "key": "00"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "refused")
@@ -266,7 +266,7 @@ def detail(snapshot: Snapshot) -> str:
     return decoder.decode(snapshot.json).detail
 
 
-async def test_all_who_listen_get_the_same_look_and_nobody_looks_for_nobody():
+async def test_all_listeners_share_one_status_query_and_without_listeners_there_is_none():
     looks = Looks()
     watch = Watch(looks, 0.001)
     one, other = watch.snapshots(), watch.snapshots()
@@ -282,7 +282,7 @@ async def test_all_who_listen_get_the_same_look_and_nobody_looks_for_nobody():
         assert int(detail(await anext(again))) > ended
 
 
-async def test_a_look_that_fails_ends_the_streams_and_the_next_one_begins_anew():
+async def test_a_failed_status_query_ends_the_streams_and_new_ones_work():
     looks = Looks()
     looks.fails = True
     watch = Watch(looks, 0.001)
@@ -319,7 +319,7 @@ async def test_pages_that_listen_are_bounded():
             await anext(again)
 
 
-async def test_the_stream_says_the_status():
+async def test_the_stream_has_the_status():
     backend = FakeBackend(replies("Hi"))
     backend.ring = ring(device("desk", role="head"), device("mini"))
     app = create_app(backend, timings=ApiTimings(page_every_s=0.001))

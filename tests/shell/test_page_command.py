@@ -58,7 +58,7 @@ def test_others_get_the_page_as_it_is_for_all(command, url, opened):
     assert not opened
 
 
-def test_nobody_answers_there(command, opened):
+def test_an_unreachable_head_opens_no_page(command, opened):
     code, _, err = command("page", "--url", "http://127.0.0.1:9")
     assert code == 2
     assert "is 'primad serve' running?" in err

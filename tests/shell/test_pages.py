@@ -98,7 +98,7 @@ def on_disk(weights: Map, opened: Callable[..., Pages]) -> None:
 
 @on_linux
 @pytest.mark.usefixtures("on_disk")
-def test_what_is_read_is_in_memory_and_what_is_released_is_not(weights, opened):
+def test_a_unit_is_in_memory_after_reading_and_not_after_release(weights, opened):
     unit = opened(in_parts(weights(), 2, 8))
     assert is_gone(unit)
     assert unit.read() == 8 * PART
@@ -111,7 +111,7 @@ def test_what_is_read_is_in_memory_and_what_is_released_is_not(weights, opened):
 
 @on_linux
 @pytest.mark.usefixtures("on_disk")
-def test_a_release_leaves_the_neighbours_alone(weights, opened):
+def test_a_release_leaves_adjacent_units_in_memory(weights, opened):
     path = weights()
     unit, before, behind = (opened(in_parts(path, *place)) for place in ((2, 8), (0, 2), (10, 6)))
     for each in (before, unit, behind):
@@ -181,18 +181,18 @@ def test_weights_that_are_not_mapped_cannot_be_streamed(weights, made):
 
 
 @on_linux
-def test_a_range_beyond_what_is_mapped_is_not_mapped(weights, made):
+def test_a_range_beyond_the_mapping_is_not_mapped(weights, made):
     assert not made(in_parts(weights(), FILE_PARTS - 1, 2)).mapped()
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path, made):
+def test_a_missing_file_is_named(tmp_path, made):
     path = tmp_path / "nowhere"
     with pytest.raises(EngineError, match="cannot be opened: No such file") as caught:
         made(FileRange(str(path), 0, 1))
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_somebody_wrote_to_is_told_until_it_is_trusted(weights, opened):
+def test_a_modified_file_is_reported_until_it_is_trusted(weights, opened):
     path, other = weights("a"), weights("b")
     unit = opened(in_parts(path, 0, 4), in_parts(other, 0, 4))
     assert unit.changed() == []
@@ -221,7 +221,7 @@ def test_another_file_of_the_same_name_leaves_the_one_in_use_as_it_is(weights, o
 
 
 @on_linux
-def test_a_file_that_was_cut_short_is_an_error_that_says_so(weights, opened):
+def test_a_truncated_file_is_one_clear_error(weights, opened):
     path = weights()
     unit = opened(in_parts(path, 8, 4))
     os.truncate(path, 4 * PART)
@@ -245,7 +245,7 @@ def test_locked_pages_stay(weights, opened):
 
 @on_linux
 @pytest.mark.usefixtures("on_disk")
-def test_a_row_that_is_read_at_random_brings_nothing_else(weights, opened):
+def test_a_row_read_at_random_loads_only_its_page(weights, opened):
     path = weights(mapped=False)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
         unit = opened(in_parts(path, 0, FILE_PARTS))
@@ -283,7 +283,7 @@ def test_elsewhere_a_mapping_of_our_own_serves(weights, opened):
 
 @on_linux
 @pytest.mark.usefixtures("on_disk")
-def test_what_is_read_elsewhere_is_in_memory_for_who_has_it_mapped(weights, monkeypatch, opened):
+def test_a_range_read_by_another_unit_is_in_memory_for_every_mapping(weights, monkeypatch, opened):
     path = weights()
     watcher = opened(in_parts(path, 8, 4))
     assert is_gone(watcher)
@@ -303,7 +303,7 @@ def test_a_closed_unit_lets_the_file_go(weights, opened):
 
 
 @on_linux
-def test_a_part_is_read_and_given_back_and_the_rest_stays(weights, opened):
+def test_a_part_is_read_and_released_and_the_rest_stays(weights, opened):
     unit = opened(in_parts(weights(), 0, FILE_PARTS))
     unit.in_groups()
     unit.read()
@@ -336,7 +336,7 @@ def test_a_part_of_several_ranges_is_where_they_are(weights, opened):
 
 
 @on_linux
-def test_what_is_read_on_purpose_is_no_page_fault(weights, opened):
+def test_an_explicit_read_is_no_page_fault(weights, opened):
     resource = pytest.importorskip("resource")
     unit = opened(in_parts(weights(), 0, FILE_PARTS))
     unit.release()

@@ -78,7 +78,7 @@ def run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "time", lambda: now() + pairing_links.RUN_S)
 
 
-async def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
+async def test_a_device_with_the_code_is_paired_and_the_port_is_closed_then():
     async with invited() as desk:
         found = await brought(desk.port)
         assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
@@ -88,7 +88,7 @@ async def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
             await brought(desk.port)
 
 
-async def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
+async def test_a_wrong_code_is_reported_and_the_right_one_waits_for_its_turn(caplog):
     with caplog.at_level(logging.DEBUG):
         async with invited() as desk:
             with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: wrong code .*4 tries"):
@@ -100,7 +100,7 @@ async def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog)
 
 
 @pytest.mark.slow
-async def test_guessing_burns_the_code():
+async def test_too_many_wrong_tries_burn_the_code():
     async with invited() as desk:
         for _ in range(MAX_TRIES - 1):
             with pytest.raises(ClusterError, match="tries are left"):
@@ -112,7 +112,7 @@ async def test_guessing_burns_the_code():
 
 
 @pytest.mark.parametrize("works_s", [0.01, 0.2])
-async def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
+async def test_the_time_of_a_reply_reveals_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
     """This holds while computing takes less than ``REPLY_S``; here it takes ``works_s``."""
     passed_s, waits = 0.0, []
 
@@ -140,7 +140,7 @@ async def test_an_expired_code_closes_the_port():
         assert await desk.end is CodeOutcome.EXPIRED
 
 
-async def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
+async def test_a_key_that_cannot_be_saved_is_reported_on_both_sides(caplog):
     def full(device: TrustedDevice) -> None:
         raise ConfigError("trust.json: No space left on device")
 
@@ -152,14 +152,14 @@ async def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
     assert "No space left" in caplog.text
 
 
-async def test_nobody_there_is_one_line():
+async def test_an_unreachable_pairing_server_is_one_line():
     server = PairingServer(HOST, CODE, DESK, lambda _: None)
     server.close()
     with pytest.raises(ClusterError, match="no pairing there"):
         await brought(server.port)
 
 
-def test_a_host_that_is_none_is_one_line():
+def test_an_invalid_host_is_one_line():
     with pytest.raises(ClusterError, match="cannot listen on"):
         PairingServer("192.0.2.1", CODE, DESK, lambda _: None)
 
@@ -187,7 +187,7 @@ async def test_something_else_on_the_port_is_one_line(answer: bytes):
         assert "\n" not in str(error.value)
 
 
-async def test_a_silent_other_side_is_given_up():
+async def test_a_silent_peer_is_given_up():
     with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no response within"):
         await brought(silent.getsockname()[1], timeout_s=0.2)
 
@@ -211,7 +211,7 @@ async def test_garbage_ends_its_connection_and_nothing_else(data: bytes):
         await brought(desk.port)
 
 
-async def test_who_sends_a_byte_at_a_time_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
+async def test_a_peer_that_trickles_bytes_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
     async with invited() as desk:
         reader, writer = await stranger(desk.port)
         writer.write(b"\x00")

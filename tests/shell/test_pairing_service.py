@@ -102,7 +102,7 @@ AFTER_PROOF = {
 
 
 @pytest.mark.parametrize("after_proof", AFTER_PROOF.values(), ids=AFTER_PROOF.keys())
-async def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining, after_proof: bytes | None):
+async def test_a_liar_gets_one_proof_per_command_and_five_in_total(joining: Joining, after_proof: bytes | None):
     async with asyncio.timeout(60):
         liar = Liar(after_proof)
         async with liar.listening() as port:
@@ -115,7 +115,7 @@ async def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining
             assert joining.trust.entries() == []
 
 
-async def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(
+async def test_a_device_that_delays_a_joiner_is_not_tried_again_before_a_pause(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ):
     """Not sooner, whatever wait it names: here the joiner's patience ends before."""
@@ -128,7 +128,7 @@ async def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(
         assert (liar.starts, liar.proofs) == (1, 0)
 
 
-async def test_many_liars_hear_five_proofs_together(joining: Joining):
+async def test_many_liars_get_five_proofs_in_total(joining: Joining):
     async with asyncio.timeout(60):
         liars = [Liar(SLOW) for _ in range(MAX_TRIES + 2)]
         async with AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ async def test_many_liars_hear_five_proofs_together(joining: Joining):
 
 
 @pytest.mark.parametrize("names_ours", [False, True], ids=["by itself", "and names the right one's address as well"])
-async def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
+async def test_after_a_liar_the_next_device_that_announces_the_code_is_tried(
     joining: Joining, monkeypatch: pytest.MonkeyPatch, names_ours: bool
 ):
     monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
@@ -171,7 +171,7 @@ async def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining
             assert await joining.pairs() == DESK.key
 
 
-async def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
+async def test_a_device_that_lists_dead_addresses_takes_only_its_turn(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ):
     """It lists the right device's address last, which is not rejected for that."""

@@ -41,7 +41,7 @@ async def pictures(files, **options):
         await service.close()
 
 
-async def test_a_picture_becomes_rows_of_the_models_width_between_tokens(files):
+async def test_a_picture_becomes_embeddings_of_the_models_width_between_tokens(files):
     _, _, eye, shape = files
     async with pictures(files) as service:
         assert service.pid is None, "started with the first picture"
@@ -90,7 +90,7 @@ async def test_a_picture_is_encoded_once_while_there_is_room_to_keep_it(files):
         assert service.encoded == 3
 
 
-async def test_limits_of_tokens_bound_a_pictures_rows_which_have_ids_of_their_own(tmp_path):
+async def test_token_limits_bound_the_embeddings_of_a_picture_which_have_their_own_ids(tmp_path):
     shape = write_model(tmp_path / "model.gguf", architecture="qwen2vl")
     write_encoder(tmp_path / "encoder.gguf", "qwen2vl_merger", shape.width)
     found = dict[tuple[int, int], EncodedPicture]()
@@ -150,7 +150,7 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no GGUF", b"GGUF" + bytes(100)])
-async def test_an_encoder_file_that_is_none_is_named(content, files, tmp_path):
+async def test_an_invalid_encoder_file_is_named(content, files, tmp_path):
     if content is not None:
         (tmp_path / "none.gguf").write_bytes(content)
     async with pictures((tmp_path / "none.gguf", files[1])) as service:
@@ -170,7 +170,7 @@ async def test_an_encoder_of_another_model_is_named_to_clients_and_once_with_its
     assert caplog.text.count(str(tmp_path / "other.gguf")) == 1
 
 
-async def test_a_process_that_nobody_needs_any_more_ends_and_the_next_picture_starts_it_again(files):
+async def test_an_idle_process_ends_and_the_next_picture_starts_it_again(files):
     async with pictures(files, idle_s=0.0, kept_bytes=0) as service:
         first = await service.encode(noise(1), "a")
         for _ in range(20):  # turns of the event loop until it is told to end

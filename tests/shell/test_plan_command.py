@@ -57,7 +57,7 @@ def test_the_name_that_a_model_file_has_steers_no_terminal(plan, tmp_path, form)
     assert not set("\x1b\x07\x9b\r\u202e").intersection(out)
 
 
-def test_json_keeps_its_schema(plan):
+def test_json_output_keeps_its_schema(plan):
     code, out, err = plan(*MODEL, *FLEET, "--json")
     assert (code, err) == (0, "")
     answer = msgspec.json.decode(out, type=Explanation)
@@ -98,7 +98,7 @@ def test_the_header_of_a_gguf_is_enough(plan, smollm2, tmp_path):
     assert cut == whole
 
 
-def test_a_what_if_shows_before_and_after(plan, profiles):
+def test_what_if_shows_before_and_after(plan, profiles):
     extra = profiles.parent / "pi.json"
     save_profile(extra, device("pi", ram=4 * GB), "made up")
     changes = ("--what-if", f"add={extra}", "--what-if", "drop=laptop", "--what-if", "ram:desk=8GB")
@@ -113,7 +113,7 @@ def test_a_what_if_shows_before_and_after(plan, profiles):
     assert {part.name for part in answer.single_device} == {"desk", "pi"}
 
 
-def test_a_limit_is_kept(plan):
+def test_a_memory_limit_is_respected(plan):
     code, out, _ = plan(*MODEL, *FLEET, "--max-ram", f"{MAC}=6GiB", "--json")
     answer = msgspec.json.decode(out, type=Explanation)
     assert code == 0
@@ -185,7 +185,7 @@ def test_a_damaged_profile_is_named(plan, profiles):
     assert "ram_available_bytes" in err
 
 
-def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
+def test_a_plan_includes_the_draft_model(plan, tmp_path):
     served, small = tmp_path / "served.gguf", tmp_path / "small.gguf"
     write_model(served, width=256, layers=12)
     write_model(small, layers=2)
@@ -200,7 +200,7 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
     assert f"per draft; no drafts: {answer.draft.why}"[:60] in " ".join(out.split())
 
 
-def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):
+def test_a_model_that_cannot_draft_is_refused(plan, tmp_path):
     code, _, err = plan(*MODEL, *FLEET, "--draft", "auto")
     assert code != 0
     assert "--draft auto: needs --model, since it must have the same tokens" in err

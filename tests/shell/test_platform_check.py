@@ -30,7 +30,7 @@ def check(platform: str, folder: Path, text: str) -> subprocess.CompletedProcess
         ("win32", "import socket\n\ndef f(a: socket.socket) -> None:\n    a.sendmsg([b''])\n", "sendmsg"),
     ],
 )
-def test_what_a_platform_lacks_is_found(tmp_path, platform, text, missing):
+def test_use_of_functions_that_a_platform_lacks_is_found(tmp_path, platform, text, missing):
     ended = check(platform, tmp_path, text)
     assert ended.returncode == 1
     assert missing in ended.stdout
@@ -38,6 +38,6 @@ def test_what_a_platform_lacks_is_found(tmp_path, platform, text, missing):
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_what_stands_where_only_linux_comes_is_none(tmp_path, platform):
+def test_use_of_linux_functions_in_linux_only_code_is_allowed(tmp_path, platform):
     ended = check(platform, tmp_path, IN_PLACE)
     assert ended.returncode == 0, ended.stdout

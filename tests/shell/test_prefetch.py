@@ -259,14 +259,14 @@ def rig() -> Iterator[Make]:
     assert not [thread for thread in threading.enumerate() if thread.name == "loader" and thread not in before]
 
 
-def test_resident_units_are_read_first_and_streamed_ones_behind_in_order(rig):
+def test_resident_units_are_read_first_and_then_streamed_ones_in_order(rig):
     made = rig(5, {1, 3}, 1)
     made.streamer.start()
     made.log.wait("read 1", 2)
     assert made.log.lines == [f"read {unit}" for unit in (0, 0, 2, 2, 4, 4, 1, 1)]
 
 
-def test_laps_read_each_streamed_unit_at_most_once_and_no_resident_one(rig):
+def test_ring_passes_read_each_streamed_unit_at_most_once_and_no_resident_one(rig):
     made = rig(6, {0, 2, 4}, 2)
     made.streamer.start()
     for _ in range(6):
@@ -292,7 +292,7 @@ def test_no_more_is_held_than_the_slots(rig):
         assert len(held) <= 2, made.log.lines
 
 
-def test_into_the_room_that_is_left_the_beginning_of_the_next_part_is_read_and_the_rest_when_its_turn_comes(rig):
+def test_the_start_of_the_next_part_is_read_ahead_into_free_memory_and_the_rest_in_its_turn(rig):
     made = rig(4, {0, 1, 2, 3}, 2)
     made.streamer.change(replace(made.residency, read_ahead_bytes=SIZE + HALF, cuts=((0, HALF, SIZE),) * 4))
     made.streamer.start()
@@ -306,7 +306,7 @@ def test_into_the_room_that_is_left_the_beginning_of_the_next_part_is_read_and_t
     assert made.log.since(6) == ["release 1", "release 2", "read 3", "read 3", "read 0"]
 
 
-def test_what_is_given_back_is_given_back_before_the_next_is_read(rig):
+def test_a_unit_is_released_before_the_next_is_read(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.streamer.start()
     made.log.wait("read 0", 2)
@@ -315,7 +315,7 @@ def test_what_is_given_back_is_given_back_before_the_next_is_read(rig):
     assert made.log.lines == ["read 0", "read 0", "release 0", "read 1", "read 1"]
 
 
-def test_the_computing_thread_waits_for_what_is_not_there_and_the_wait_is_counted(rig):
+def test_the_computing_thread_waits_for_a_missing_unit_and_the_wait_is_counted(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.units[1].gate.clear()
     made.streamer.start()
@@ -337,7 +337,7 @@ def test_the_computing_thread_waits_for_what_is_not_there_and_the_wait_is_counte
     assert made.streamer.stall_s > 0
 
 
-def test_a_loader_that_is_overtaken_turns_to_what_is_needed(rig):
+def test_an_overtaken_loader_turns_to_the_needed_unit(rig):
     """A step moved elsewhere during a unit's read, whose rest is then skipped."""
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
@@ -353,7 +353,7 @@ def test_a_loader_that_is_overtaken_turns_to_what_is_needed(rig):
     assert made.log.lines[:4] == ["read 0", "release 0", "read 2", "read 2"]
 
 
-def test_when_all_fits_nothing_is_given_back(rig):
+def test_nothing_is_released_if_everything_fits(rig):
     made = rig(4, {1, 2}, 2)
     made.streamer.start()
     for unit in (1, 2):
@@ -376,7 +376,7 @@ def test_an_error_of_the_disk_reaches_the_computing_thread(rig):
     assert "read 2" not in made.log.lines
 
 
-def test_an_error_of_what_was_read_ahead_is_told_at_any_border(rig):
+def test_an_error_of_the_read_ahead_is_raised_at_any_unit(rig):
     made = rig(4, {1, 3}, 1)
     made.streamer.start()
     made.streamer.reach(1)
@@ -430,7 +430,7 @@ def test_more_may_stay_while_steps_pass(rig):
     assert not [line for line in made.log.since(start) if line.startswith("release")]
 
 
-def test_a_unit_that_came_to_stay_while_it_was_read_is_not_given_back(rig):
+def test_a_unit_that_became_resident_while_being_read_is_not_released(rig):
     made = rig(5, {0, 1, 2, 3, 4}, 2)
     made.units[0].gate.clear()
     made.streamer.start()
@@ -442,7 +442,7 @@ def test_a_unit_that_came_to_stay_while_it_was_read_is_not_given_back(rig):
     assert "release 0" not in made.log.lines
 
 
-def test_what_stays_is_locked_and_what_streams_is_not(rig):
+def test_resident_units_are_locked_and_streamed_ones_are_not(rig):
     made = rig(3, {1}, 1, lock=True)
     made.streamer.start()
     assert [unit.locked for unit in made.units] == [True, False, True]
@@ -452,7 +452,7 @@ def test_what_stays_is_locked_and_what_streams_is_not(rig):
     assert [unit.locked for unit in made.units] == [True, True, False]
 
 
-def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a_rest(rig):
+def test_resident_units_evicted_by_the_system_are_read_before_a_step_after_a_rest(rig):
     made = rig(4, {3}, 1, look_every_s=0.0)  # the loader itself does not check
     made.units[3].present = SIZE
     made.streamer.start()
@@ -464,7 +464,7 @@ def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a
     assert made.streamer.evicted_bytes == SIZE
 
 
-def test_the_loader_is_woken_to_look_where_a_step_begins_and_not_before_its_results_leave(rig, monkeypatch):
+def test_the_loader_is_woken_at_the_start_of_a_step_and_not_before_its_results_are_sent(rig, monkeypatch):
     made = rig(2, frozenset(), 1, look_every_s=0.0)
     made.streamer.start()
     woken = []
@@ -475,7 +475,7 @@ def test_the_loader_is_woken_to_look_where_a_step_begins_and_not_before_its_resu
     assert woken == ["step"]
 
 
-def test_one_resident_unit_after_the_other_is_looked_at_while_steps_pass(rig):
+def test_resident_units_are_checked_one_by_one_while_steps_pass(rig):
     made = rig(4, {3}, 1)
     made.units[3].present = SIZE
     made.streamer.start()
@@ -485,7 +485,7 @@ def test_one_resident_unit_after_the_other_is_looked_at_while_steps_pass(rig):
     assert made.units[2].present == SIZE
 
 
-def test_a_file_that_was_written_to_and_is_the_same_is_trusted(rig):
+def test_a_rewritten_file_with_the_same_content_is_trusted(rig):
     made = rig(3, {0, 1, 2}, 1, whole=True)
     made.streamer.start()
     made.units[1].touched.append("layer-1")
@@ -495,7 +495,7 @@ def test_a_file_that_was_written_to_and_is_the_same_is_trusted(rig):
     assert made.units[1].trusted == ["layer-1"]
 
 
-def test_results_of_a_file_that_somebody_wrote_to_do_not_leave(rig):
+def test_results_of_a_modified_file_are_not_sent(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.streamer.start()
     made.units[2].touched.append("layer-2")
@@ -518,7 +518,7 @@ def test_closing_ends_the_thread_in_the_middle_of_a_unit(rig):
     assert "read 1" not in made.log.lines
 
 
-def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(rig, caplog):
+def test_a_hanging_disk_does_not_keep_the_process_from_ending(rig, caplog):
     made = rig(3, {0, 1, 2}, 1, close_timeout_s=0.01)
     made.units[0].gate.clear()
     made.streamer.start()
@@ -534,7 +534,7 @@ def halves(count: int) -> Spread:
     return Spread((SIZE,) * count, ((0, HALF, SIZE),) * count, 0)
 
 
-def test_of_a_unit_that_is_parted_only_its_part_is_read_and_given_back(rig):
+def test_only_the_streamed_part_of_a_split_unit_is_read_and_released(rig):
     made = rig(8, {0, 1, 2, 3}, 2, spread=halves(8))
     assert set(made.residency.parts) == {(HALF, SIZE), (0, 0)}
     for unit in made.units:
@@ -559,7 +559,7 @@ def parted(rig: Callable[..., Rig], settled_s: float = 0.0) -> Rig:
     return made
 
 
-def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_next_prompt(rig):
+def test_idle_scratch_memory_holds_more_units_and_is_released_for_the_next_prompt(rig):
     made = parted(rig)
     streamer, base = made.streamer, made.residency
     streamer.start()
@@ -582,7 +582,7 @@ def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_nex
         made.lap()
 
 
-def test_between_chunks_of_a_prompt_nothing_more_stays_and_behind_a_small_step_at_once(rig):
+def test_residency_grows_right_after_a_small_step_but_not_between_chunks_of_a_prompt(rig):
     made = parted(rig, settled_s=1000.0)
     streamer, base = made.streamer, made.residency
     streamer.start()
@@ -601,7 +601,7 @@ def test_between_chunks_of_a_prompt_nothing_more_stays_and_behind_a_small_step_a
     assert streamer.residency == base, "a prompt came"
 
 
-def test_a_part_that_came_to_stay_is_read_and_looked_after(rig):
+def test_a_part_that_became_resident_is_read_and_checked(rig):
     made = rig(4, {0, 1, 2, 3}, 1)
     made.streamer.start()
     made.lap()
@@ -612,7 +612,7 @@ def test_a_part_that_came_to_stay_is_read_and_looked_after(rig):
         made.lap()
 
 
-def test_a_unit_that_comes_to_stay_while_it_is_waited_for_is_computed_when_it_is_there(rig):
+def test_a_unit_that_becomes_resident_during_a_wait_ends_the_wait_once_read(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
@@ -625,7 +625,7 @@ def test_a_unit_that_comes_to_stay_while_it_is_waited_for_is_computed_when_it_is
     assert made.units[0].present == SIZE
 
 
-def test_a_unit_that_was_to_stay_and_was_not_read_yet_is_not_taken_for_held(rig):
+def test_a_resident_unit_that_was_not_read_yet_does_not_count_as_held(rig):
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
@@ -636,7 +636,7 @@ def test_a_unit_that_was_to_stay_and_was_not_read_yet_is_not_taken_for_held(rig)
     assert made.units[3].present == SIZE
 
 
-def test_what_came_to_stay_and_is_not_read_yet_was_not_taken_by_the_system(rig):
+def test_a_unit_that_became_resident_and_was_not_read_yet_does_not_count_as_evicted(rig):
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
@@ -646,7 +646,7 @@ def test_what_came_to_stay_and_is_not_read_yet_was_not_taken_by_the_system(rig):
     made.units[0].gate.set()
 
 
-def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, monkeypatch, caplog):
+def test_layers_that_become_resident_and_cannot_be_locked_still_stay(rig, monkeypatch, caplog):
     made = rig(3, {1, 2}, 1, lock=True)
     made.streamer.start()
 
@@ -661,7 +661,7 @@ def test_layers_that_come_to_stay_and_cannot_be_locked_stay_all_the_same(rig, mo
     assert caplog.text.count("not locked from now on") == 1
 
 
-def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_what_the_plan_holds(rig):
+def test_spare_scratch_memory_reported_without_preparation_counts_from_the_planned_residency(rig):
     """As after a failed step of another window."""
     made = parted(rig)
     streamer, base = made.streamer, made.residency
@@ -751,7 +751,7 @@ def test_in_any_number_of_rounds_all_room_is_used_and_never_more(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_needed_and_gone_when_it_is_not(seed):
+def test_concurrent_changes_of_residency_keep_needed_units_present_and_others_released(seed):
     """Steps in any order, at times a large one, while another thread changes what stays and what streams."""
     dice = random.Random(seed)
     count, size = dice.randrange(1, 12), 8 * HALF
@@ -819,7 +819,7 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
 
 
 @pytest.mark.parametrize("in_groups", [None, False, True], ids=["by expert", "small", "large"])
-def test_what_is_parted_where_groups_end_is_read_in_groups(rig, in_groups):
+def test_a_unit_that_is_split_at_group_ends_is_read_in_groups(rig, in_groups):
     made = rig(3, {1}, 1, spread=None if in_groups is None else replace(halves(3), in_groups=in_groups))
     made.streamer.start()
     assert [unit.is_in_groups for unit in made.units] == [bool(in_groups)] * 3
@@ -843,7 +843,7 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
         ({0, 1}, 0, 4, 2, False, {0: 1}),
     ],
 )
-def test_borders_stand_where_a_streamed_unit_begins_or_ends(
+def test_unit_ends_are_where_a_streamed_unit_starts_or_ends(
     rig, streamed, first, layers, ram_layers, output, unit_ends
 ):
     made = rig(8, streamed, 1)

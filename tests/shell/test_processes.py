@@ -53,7 +53,7 @@ def test_each_test_runs_once_and_a_file_in_one_process(tmp_path):
     assert len(list(tmp_path.glob("temporary/process-?/torn-down"))) == len({pid for pid, _, _ in left}) <= 2
 
 
-def test_what_fails_is_reported_with_what_it_printed(tmp_path):
+def test_a_failure_is_reported_with_its_output(tmp_path):
     (tmp_path / "test_a.py").write_text(FILE)
     (tmp_path / "test_b.py").write_text(FILE + "    assert number != 1\n")
     ended = run(tmp_path)
@@ -62,7 +62,7 @@ def test_what_fails_is_reported_with_what_it_printed(tmp_path):
     assert ended.stdout.count("\nprinted\n") == 1
 
 
-def test_a_process_that_dies_is_a_failure_and_the_other_goes_on(tmp_path):
+def test_a_killed_process_is_a_failure_and_the_other_continues(tmp_path):
     (tmp_path / "test_a.py").write_text(FILE + "    os.kill(os.getpid(), 9)\n")
     for name in "bc":
         (tmp_path / f"test_{name}.py").write_text(FILE)

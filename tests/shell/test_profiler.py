@@ -162,7 +162,7 @@ def bench(
 
 
 @pytest.mark.parametrize(("step_s", "layer_s"), [(2e-4, 3e-5), (1e-3, 5e-4), (5e-5, 2e-6)])
-def test_the_fixed_costs_are_what_the_times_were_made_of(tmp_path, step_s, layer_s):
+def test_the_fixed_costs_are_recovered_from_the_times(tmp_path, step_s, layer_s):
     place = bench(tmp_path, Machine(step_s, layer_s), effort=Effort(types=TYPES[:3]))
     assert measure_step(place) == pytest.approx(step_s, rel=1e-3)
     found, _ = measure_types(place, step_s, lambda _: None)
@@ -195,7 +195,7 @@ def test_every_type_gets_the_rate_of_the_machine(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
+def test_one_token_is_timed_on_more_than_the_caches_hold(tmp_path):
     machine = Machine()
     place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
     measure_types(replace(place, effort=Effort(types=TYPES[:1])), machine.step_s, lambda _: None)
@@ -207,7 +207,7 @@ def test_one_row_is_timed_on_more_than_the_caches_hold(tmp_path):
     assert {task.sweep_bytes for task in machine.asked if task.many_rows} == {4096}
 
 
-def test_extra_buffers_that_are_faster_are_kept(tmp_path):
+def test_faster_extra_buffers_are_chosen(tmp_path):
     machine = Machine()
     machine.extra_factor = 0.5
     _, found = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
@@ -222,7 +222,7 @@ def test_a_quick_effort_tries_no_extra_buffers(tmp_path):
     assert not any(task.window.extra_buffers for task in machine.asked)
 
 
-def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
+def test_a_temporary_disturbance_of_a_type_does_not_count_as_its_speed(tmp_path):
     class Slowed(Machine):
         """Other programs slow the timing of the first type."""
 
@@ -237,7 +237,7 @@ def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
     assert [figures.decode_bytes_per_s for figures in found] == pytest.approx([machine.rate] * 2, rel=0.01)
 
 
-def test_the_main_type_has_time_for_more_rows_of_a_chunk_on_a_slow_device(tmp_path):
+def test_the_main_type_is_timed_with_more_tokens_of_a_chunk_on_a_slow_device(tmp_path):
     class Slow(Machine):
         """It has time for 64 tokens; a chunk that may take as long has 256, each a tenth faster."""
 
@@ -258,7 +258,7 @@ def test_the_main_type_has_time_for_more_rows_of_a_chunk_on_a_slow_device(tmp_pa
         assert 2 * 512 * BIG.weights / figures.prefill_flop_per_s == pytest.approx(chunk_s, rel=0.05)
 
 
-def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
+def test_the_costs_of_other_shapes_are_recovered_from_the_times(tmp_path):
     machine = Machine()
     machine.row_s, machine.attention_s, machine.plain_attention_s = 8e-9, 5e-10, 1e-10
     machine.rows_attention_s = 2e-11
@@ -274,7 +274,7 @@ def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
     assert {task.cached for task in machine.asked} == {0, CACHED}
 
 
-def test_small_models_cost_what_caches_leave_of_the_time(tmp_path):
+def test_the_speedup_of_small_models_in_caches_is_measured(tmp_path):
     machine = Machine()
     place = bench(tmp_path, machine)
     layer_s, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
@@ -284,7 +284,7 @@ def test_small_models_cost_what_caches_leave_of_the_time(tmp_path):
     assert [each.bytes for each in found] == pytest.approx(MODEL_BYTES, rel=0.2)
 
 
-def test_who_has_no_time_measures_no_other_shapes(tmp_path):
+def test_without_time_no_other_shapes_are_measured(tmp_path):
     machine = Machine()
     for place in (bench(tmp_path, machine, effort=QUICK), bench(tmp_path, machine, budget=Budget(0.0, lambda: 0.0))):
         _, (main, *_) = measure_types(place, machine.step_s, lambda _: None)
@@ -302,7 +302,7 @@ def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
     assert not any(figures.extra_buffers for figures in found)
 
 
-def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
+def test_a_gpu_is_measured_without_extra_buffers_and_holds_every_layer(tmp_path):
     machine = Machine()
     measure_types(bench(tmp_path, machine, on_gpu=True), machine.step_s, lambda _: None)
     assert not any(task.window.extra_buffers for task in machine.asked)
@@ -310,7 +310,7 @@ def test_a_gpu_is_not_asked_about_extra_buffers_and_holds_every_layer(tmp_path):
 
 
 @pytest.mark.parametrize("trial_s", [0.01, 1.0, 20.0])
-def test_a_slow_device_measures_fewer_types_and_not_longer(tmp_path, trial_s):
+def test_a_slow_device_measures_fewer_types_instead_of_longer(tmp_path, trial_s):
     now = 0.0
 
     class Slow(Machine):
@@ -329,17 +329,17 @@ def test_a_slow_device_measures_fewer_types_and_not_longer(tmp_path, trial_s):
 @pytest.mark.parametrize(
     ("row_s", "seconds", "rows"), [(1e-4, 1.0, 512), (2e-3, 1.0, 256), (0.02, 1.0, 64), (1.0, 0.0, 64)]
 )
-def test_a_slow_device_computes_fewer_rows_of_a_prompt(row_s, seconds, rows):
+def test_a_slow_device_is_timed_with_fewer_prompt_tokens(row_s, seconds, rows):
     assert affordable_rows(row_s, seconds) == rows
 
 
-def test_a_step_that_waited_for_others_takes_what_its_first_thread_computed_and_one_that_only_woke_what_it_took():
+def test_a_step_that_waited_for_others_counts_as_its_compute_time_and_another_as_its_wall_time():
     assert own_s(0.010, 0.003, 0.004) == 0.004
     assert own_s(0.010, 0.0001, 0.004) == 0.010, "it waited for a slower core of its own"
     assert own_s(0.010, 0.003, 0.011) == 0.010
 
 
-def test_fewer_rows_of_a_prompt_give_the_rate_of_a_chunk_whose_weights_are_read_once(tmp_path):
+def test_fewer_prompt_tokens_predict_the_rate_of_a_chunk_whose_weights_are_read_once(tmp_path):
     place = bench(tmp_path, Machine())
     flop = {rows: place.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width) for rows in (64, 512)}
     read_s = 0.1 * flop[64] / 1e11
@@ -363,7 +363,7 @@ def test_fewer_rows_of_a_prompt_give_the_rate_of_a_chunk_whose_weights_are_read_
     assert weights_s == pytest.approx(read_s + flop[64] / 1e11), "what they took is known besides"
 
 
-def test_what_crashes_always_is_one_clear_error(tmp_path):
+def test_a_trial_that_always_crashes_is_one_clear_error(tmp_path):
     class Dead:
         def time(self, task: TimeWindow) -> str:
             return "a trial ended with code -9"
@@ -398,17 +398,17 @@ def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
         ("crashed", steady(0.010), True),
     ],
 )
-def test_a_type_has_extra_buffers_where_a_token_or_a_prompt_takes_less_with_them(plain, extra, chosen):
+def test_a_type_has_extra_buffers_if_a_token_or_a_prompt_is_faster_with_them(plain, extra, chosen):
     assert choose(plain, extra) == (extra if chosen else plain, chosen)
 
 
-def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
+def test_fewer_threads_are_chosen_only_if_clearly_faster():
     assert processors.fastest({8: 1.0, 4: 0.98}, 0.0) == 8
     assert processors.fastest({8: 1.0, 4: 0.8}, 0.1) == 4
     assert processors.fastest({8: 1.0}, 0.0) == 8
 
 
-def test_fewer_threads_are_not_taken_because_others_kept_cores_busy():
+def test_fewer_threads_are_not_chosen_because_others_kept_cores_busy():
     assert processors.fastest({8: 1.0, 4: 0.5}, 1.0) == 8
 
 
@@ -442,12 +442,12 @@ def test_llama_cpp_computes_a_window_of_every_type(tmp_path, has_weights):
 @pytest.mark.parametrize(
     ("seconds", "effort", "more"), [(60.0, Effort(), MORE_COMPARED), (0.0, Effort(), ()), (60.0, QUICK, ())]
 )
-def test_rows_of_rarer_types_are_compared_where_there_is_time(tmp_path, seconds, effort, more):
+def test_batches_of_rarer_types_are_compared_if_there_is_time(tmp_path, seconds, effort, more):
     place = bench(tmp_path, Machine(), effort=effort, budget=Budget(seconds, lambda: 0.0))
     assert [found.type for found in measure_exact(place, ())] == [*TYPES, *more]
 
 
-def test_llama_cpp_compares_rows_of_every_type(tmp_path, has_weights):
+def test_llama_cpp_compares_batches_of_every_type(tmp_path, has_weights):
     with child_trials(1) as children:
         for kind in (*TYPES, *MORE_COMPARED):
             window = write_window(tmp_path, SMALL, kind, 1, gpu_layers=0)
@@ -455,7 +455,7 @@ def test_llama_cpp_compares_rows_of_every_type(tmp_path, has_weights):
             assert isinstance(found, ExactRows), f"{kind}: {found}"
 
 
-def test_several_rows_of_every_kind_of_state_are_compared(tmp_path, has_weights):
+def test_batches_of_every_kind_of_state_are_compared(tmp_path, has_weights):
     with child_trials(1) as children:
         for state in get_args(StateKind):
             (folder := tmp_path / state).mkdir()
@@ -465,7 +465,7 @@ def test_several_rows_of_every_kind_of_state_are_compared(tmp_path, has_weights)
             assert found.rows > 1, "on all processors that were tried"
 
 
-def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path, has_weights):
+def test_a_crash_is_a_result_and_the_next_task_gets_a_new_child(tmp_path, has_weights):
     task = a_task(tmp_path)
     missing = msgspec.structs.replace(task.window, metadata=str(tmp_path / "none.gguf"))
     with child_trials(1) as children:
@@ -476,7 +476,7 @@ def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path, has_w
         assert isinstance(children.time(task), TrialTimes)
 
 
-def test_a_hang_is_an_answer(tmp_path, monkeypatch):
+def test_a_hang_is_a_result(tmp_path, monkeypatch):
     real = subprocess.Popen
 
     def hanging(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -494,7 +494,7 @@ def test_no_gpu_is_the_ordinary_case():
     assert all(isinstance(device, GpuDevice) for device in listed)
 
 
-def test_a_trial_that_needs_no_gpu_sees_none(tmp_path, monkeypatch):
+def test_a_trial_without_gpu_sees_none(tmp_path, monkeypatch):
     """No driver is loaded, since it may be broken."""
     seen: list[dict[str, str]] = []
     real = subprocess.Popen
@@ -547,7 +547,7 @@ class FakeGgml:
         return self.devices[device][2]
 
 
-def test_gpus_are_listed_with_what_their_backend_says():
+def test_gpus_are_listed_with_the_figures_of_their_backend():
     assert ctypes.c_size_t().value == 0
     assert list(list_gpus(FakeGgml())) == [
         GpuDevice(
@@ -571,14 +571,14 @@ def test_gpus_are_listed_with_what_their_backend_says():
     ]
 
 
-def test_a_gpu_is_found_by_what_llama_cpp_calls_it():
+def test_a_gpu_is_found_by_its_name_in_llama_cpp():
     assert find_gpu("GPU2", FakeGgml()) == 2
     assert find_gpu("", FakeGgml()) == 1, "the first one"
     with pytest.raises(EngineError, match="does not see the GPU GPU0 any more"):
         find_gpu("GPU0", FakeGgml())
 
 
-def test_what_the_system_counts_as_free_is_believed_where_it_is_less(monkeypatch):
+def test_the_systems_figure_of_free_memory_wins_if_smaller(monkeypatch):
     counted = {"0000:01:00.1": 5, "0000:01:00.2": 45}
     monkeypatch.setattr(devices, "free_vram", counted.get)
     assert [gpu.vram_available_bytes for gpu in list_gpus(FakeGgml())] == [5, 40]
@@ -627,7 +627,7 @@ def a_device(**changes: Any) -> GpuDevice:
     return msgspec.structs.replace(device, **changes)
 
 
-def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
+def test_free_memory_of_a_gpu_is_read_again(monkeypatch):
     now = gpus.gpu_now(GPU, [a_device(name="another"), a_device()])
     left = (7 << 30) - reserve_bytes(24 << 30)
     assert now == replace(GPU, vram_available_bytes=left), "others have some of it"
@@ -640,7 +640,7 @@ def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
     assert shared.vram_available_bytes == 2 << 30
 
 
-def test_all_gpus_are_used_the_fastest_first_or_those_that_are_wanted():
+def test_all_gpus_or_the_chosen_ones_are_used_fastest_first():
     slow = replace(GPU, id="CUDA1", name="an old card", vram_read_bytes_per_s=1e11)
     like = replace(slow, id="CUDA2")
     assert gpus.choose_gpus([slow, GPU], None) == (GPU, slow)
@@ -654,14 +654,14 @@ def test_all_gpus_are_used_the_fastest_first_or_those_that_are_wanted():
             gpus.choose_gpus([slow, GPU], wanted)
 
 
-def test_a_gpu_that_two_backends_show_is_used_by_the_faster_one():
+def test_a_gpu_with_two_backends_is_used_through_the_faster_one():
     by_cuda = replace(GPU, pci="0000:01:00.0")
     by_vulkan = replace(by_cuda, id="Vulkan0", vram_read_bytes_per_s=1e11)
     other = replace(by_vulkan, id="Vulkan1", pci="0000:02:00.0")
     assert gpus.choose_gpus([by_vulkan, by_cuda, other], None) == (by_cuda, other)
 
 
-def test_what_a_driver_takes_is_the_median_of_trials_within_bounds():
+def test_the_memory_of_a_driver_is_the_median_of_trials_within_bounds():
     card, mib = a_device(), 1 << 20
     assert processors.context_bytes([400 * mib, 500 * mib, 900 * mib], card) == 500 * mib
     assert processors.context_bytes([mib], card) == 64 * mib
@@ -707,7 +707,7 @@ def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("rate", "layers"), [(8e11, 8), (1e9, 3), (1e8, 1)])
-def test_a_slow_gpu_computes_little_and_is_measured_all_the_same(tmp_path, monkeypatch, rate, layers):
+def test_a_slow_gpu_computes_little_and_is_still_measured(tmp_path, monkeypatch, rate, layers):
     children = FakeChildren(step_s=1e-3, layer_s=1e-4, rate=rate)
     monkeypatch.setattr(processors, "child_trials", children)
     found = processors.measure_gpu(tmp_path, a_device(), 2, QUICK, Budget(26.0, lambda: 0.0))
@@ -739,7 +739,7 @@ def test_a_gpu_that_cannot_be_used_is_a_reason(tmp_path, monkeypatch, answer, wh
     assert why in found
 
 
-def test_a_gpu_that_hangs_later_leaves_the_rest_out(tmp_path, monkeypatch):
+def test_a_gpu_that_hangs_later_skips_the_remaining_measurements(tmp_path, monkeypatch):
     """Earlier measurements count, and only one hang is waited for, not one for each type."""
 
     class Hanging(FakeChildren):
@@ -761,7 +761,7 @@ def once() -> Budget:
     return Budget(0.0, lambda: 0.0)
 
 
-def test_a_gpu_is_asked_how_it_helps_with_prompts_through_layers_in_ram(tmp_path, monkeypatch):
+def test_the_speed_of_prefill_offload_is_measured_on_a_gpu(tmp_path, monkeypatch):
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=1e9)
     monkeypatch.setattr(processors, "child_trials", children)
     found = processors.measure_gpu(tmp_path, a_device(), 2, TWO_TYPES, once())
@@ -781,7 +781,7 @@ def test_a_gpu_is_asked_how_it_helps_with_prompts_through_layers_in_ram(tmp_path
 
 @pytest.mark.parametrize("answer", ["a trial was ended by SIGSEGV", "a trial did not end within 40 s", None])
 @pytest.mark.parametrize("kind", [0, 1])
-def test_a_gpu_that_fails_to_help_does_not_and_serves(tmp_path, monkeypatch, answer, kind):
+def test_a_gpu_that_fails_at_prefill_offload_serves_without_it(tmp_path, monkeypatch, answer, kind):
     """Whatever ends the first type or a later one; None stands for impossible figures."""
 
     class Failing(FakeChildren):
@@ -821,7 +821,7 @@ def test_a_disk_that_others_use_in_one_trial_and_not_in_the_next_has_a_profile(t
 
 
 @pytest.mark.parametrize(("beside_s", "lost"), [(0.02, 0.5), (0.0125, 0.2), (0.01, 0.0), (0.009, 0.0), (10.0, 0.8)])
-def test_reading_costs_what_computing_loses_beside_it(tmp_path, beside_s, lost):
+def test_the_cost_of_reading_is_what_concurrent_computing_loses(tmp_path, beside_s, lost):
     class Computing:
         steps = iter([(0.01, 0.01, 0.5), (beside_s,) * 3])
 
@@ -833,7 +833,7 @@ def test_reading_costs_what_computing_loses_beside_it(tmp_path, beside_s, lost):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_ends_while_a_disk_is_measured_is_one_clear_error(tmp_path):
+def test_a_trial_that_ends_during_a_disk_measurement_is_one_clear_error(tmp_path):
     class Dead:
         def step_on(self, seconds: float) -> str:
             return "a trial ended with code -9"
@@ -853,7 +853,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, measured, monkeypatch):
+def test_an_unusable_gpu_is_reported_and_the_device_stays(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     monkeypatch.setattr(measure, "list_gpus", lambda: (a_device(), a_device(id="CUDA1", name="another")))
     monkeypatch.setattr(measure, "measure_gpu", lambda folder, device, *_: GPU if device.id == "CUDA0" else "it hangs")
@@ -874,7 +874,7 @@ def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, mea
         profile_device("desk", home, None, lambda _: None, limits=replace(NO_LIMITS, gpu="4090"))
 
 
-def test_gpus_that_cannot_be_told_cost_no_device(tmp_path, measured, monkeypatch):
+def test_a_failure_to_list_gpus_is_reported_and_the_device_stays(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     monkeypatch.setattr(measure, "list_gpus", lambda: "a trial was ended by SIGABRT")
     assert profile_device("desk", home, None, lambda _: None).gpu is None
@@ -925,7 +925,7 @@ def test_homes_of_one_machine_measure_it_once_and_their_disk_each(tmp_path, meas
     assert len(measured) == 3
 
 
-def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
+def test_pinned_threads_and_remeasure_cause_a_new_measurement(tmp_path, measured):
     home = a_home(tmp_path)
     profile_device("desk", home, None, lambda _: None)
     assert is_profiled(home, None, Effort())
@@ -935,7 +935,7 @@ def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
     assert measured == ["cpu None", "disk", "cpu 3", "cpu 3", "disk"]
 
 
-def test_what_was_measured_beside_others_serves_until_it_is_measured_by_itself(tmp_path, measured, monkeypatch):
+def test_figures_measured_under_load_are_used_until_an_undisturbed_measurement(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     with monkeypatch.context() as busy:
         busy.setattr(Others, "cores", lambda _: CPU.cores)
@@ -974,7 +974,7 @@ def test_a_quick_measurement_serves_until_there_is_a_better_one(tmp_path, measur
         lambda text: text.replace('_bytes_per_s": ', '_bytes_per_s": -'),
     ],
 )
-def test_a_damaged_record_counts_as_none(tmp_path, own_cache, damage):
+def test_a_damaged_record_is_ignored(tmp_path, own_cache, damage):
     home = a_home(tmp_path)
     write(machine_record(None), home_record(), home)
     assert read_machine(home, None) == machine_record(None)
@@ -985,7 +985,7 @@ def test_a_damaged_record_counts_as_none(tmp_path, own_cache, damage):
     assert read_home(home) is None
 
 
-def test_without_a_cache_folder_the_home_keeps_everything(tmp_path, own_cache):
+def test_without_a_cache_folder_all_records_are_in_the_home(tmp_path, own_cache):
     own_cache.write_text("a file where the folder should be")
     home = a_home(tmp_path)
     write(machine_record(None), home_record(), home)
@@ -1010,7 +1010,7 @@ def test_a_home_that_is_not_there_is_one_clear_error(tmp_path, measured):
         profile_device("desk", tmp_path / "none", None, lambda _: None)
 
 
-def test_what_a_killed_measurement_left_is_removed(tmp_path, measured):
+def test_leftovers_of_a_killed_measurement_are_removed(tmp_path, measured):
     home = a_home(tmp_path)
     (home / "profile-trial-abc").mkdir()
     (home / "profile-trial-abc" / "layer-0.gguf").write_bytes(bytes(100))
@@ -1018,7 +1018,7 @@ def test_what_a_killed_measurement_left_is_removed(tmp_path, measured):
     assert [path.name for path in home.iterdir()] == ["profile.json"]
 
 
-def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch):
+def test_implausible_figures_are_not_saved(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e13)
     with pytest.raises(ConfigError, match="primad profile --remeasure"):
@@ -1027,7 +1027,7 @@ def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch
     assert measured == ["cpu None", "disk"] * 3
 
 
-def test_figures_that_a_busy_moment_made_contradictory_are_measured_anew(tmp_path, measured, monkeypatch):
+def test_contradictory_figures_of_a_busy_moment_are_measured_again(tmp_path, measured, monkeypatch):
     home = a_home(tmp_path)
     rates = iter([3e13, 3e10])
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: next(rates))
@@ -1036,7 +1036,7 @@ def test_figures_that_a_busy_moment_made_contradictory_are_measured_anew(tmp_pat
     assert is_profiled(home, None, QUICK)
 
 
-def test_memory_is_read_as_fast_as_weights_were_whatever_ran_beside_its_trial(tmp_path, measured, monkeypatch):
+def test_the_memory_rate_is_at_least_that_of_the_weights(tmp_path, measured, monkeypatch):
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 1.0)
     profile = profile_device("desk", a_home(tmp_path), None, lambda _: None)
     assert profile.ram_read_bytes_per_s == max(speed.decode_bytes_per_s for speed in CPU.speeds)
@@ -1083,7 +1083,7 @@ def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weigh
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to a core")
-def test_who_is_bound_to_one_core_does_not_take_the_figures_of_all():
+def test_a_process_bound_to_one_core_does_not_use_the_figures_of_all():
     ask = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         " from primad.profiler.records import machine_file;"

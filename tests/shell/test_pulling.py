@@ -69,7 +69,7 @@ def own(folder) -> ModelPlace:
 
 
 @pytest.mark.parametrize("name", [f"hf:{REPO}:Q8_0", f"{REPO}:q8_0", REPO])
-def test_a_download_tells_how_far_it_is_until_the_model_is_there(hub, folder, name):
+def test_a_download_reports_its_progress_until_the_model_is_complete(hub, folder, name):
     progress = run(lambda: whole(HubDownloads(folder, empty), name))
     assert progress[-1] == PullProgress(file="Tiny-Q8_0.gguf", done_bytes=len(LARGE), total_bytes=len(LARGE))
     assert [each.done_bytes for each in progress] == sorted(each.done_bytes for each in progress)
@@ -107,7 +107,7 @@ def test_callers_share_a_download_that_ends_with_the_last_of_them_and_is_resumed
     run(main)
 
 
-def test_one_who_comes_while_a_download_stops_gets_the_next(hub, folder):
+def test_a_client_that_arrives_while_a_download_stops_gets_the_next(hub, folder):
     hub.gates["Tiny-Q8_0.gguf"] = gate = threading.Event()
 
     async def main() -> None:
@@ -143,7 +143,7 @@ def test_each_refusal_has_a_status_and_a_reason(hub, folder, monkeypatch):
     assert (status, "the hub cannot be reached" in reason) == (503, True)
 
 
-def test_the_room_for_downloads_is_that_of_the_disk_without_what_stays_free(folder, monkeypatch):
+def test_the_room_for_downloads_excludes_the_disk_reserve(folder, monkeypatch):
     usage = type("Usage", (), {"total": 100 << 30, "free": 40 << 30})
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
     assert HubDownloads(folder, empty).free_bytes() == (40 << 30) - files.reserve_bytes(100 << 30)
@@ -157,7 +157,7 @@ def delete(folder, library: Library, name: str) -> None:
     run(lambda: HubDownloads(folder, lambda: library).delete(model))
 
 
-def test_deleting_takes_the_parts_of_a_model_and_leaves_what_others_use(folder):
+def test_deleting_removes_all_parts_of_a_model_except_shared_files(folder):
     place = folder / REPO
     parts = [toy(place / f"Tiny-Q8_0-0000{number}-of-00002.gguf", str(number)) for number in (1, 2)]
     other = toy(place / "Tiny-Q4_0.gguf", "other")

@@ -52,7 +52,7 @@ def logits_of(header, route):
 
 
 @pytest.mark.parametrize("is_found", [True, False], ids=["quiet", "asked"])
-def test_windows_are_exact_whether_llama_asks_or_not(header, is_found, monkeypatch, tmp_path):
+def test_windows_are_exact_with_and_without_the_callback_of_llama_cpp(header, is_found, monkeypatch, tmp_path):
     if not is_found:
         monkeypatch.setattr(quiet, "_GET_SCHEDULER", "not exported")
     middle = layer_count(header) // 2
@@ -61,7 +61,7 @@ def test_windows_are_exact_whether_llama_asks_or_not(header, is_found, monkeypat
         assert (expected == found).all(), f"at position {position}"
 
 
-def test_of_a_graph_that_stays_nothing_is_asked(tmp_path, asked):
+def test_an_unchanged_graph_makes_no_callbacks(tmp_path, asked):
     synth.write_model(tmp_path / "model.gguf", layers=4)
     route = Route(read_header(tmp_path / "model.gguf"), [0, 1, 3, 4], tmp_path, LONG)
     position, silent = 0, []
@@ -78,7 +78,7 @@ def test_of_a_graph_that_stays_nothing_is_asked(tmp_path, asked):
     assert silent[-1]
 
 
-def test_cells_are_found_and_copied_between_steps_of_which_nothing_is_asked(tmp_path):
+def test_kv_cells_are_found_and_copied_between_steps_without_callbacks(tmp_path):
     synth.write_model(tmp_path / "model.gguf", layers=4)
     header = read_header(tmp_path / "model.gguf")
     quiet_one, other = (Route(header, [0, 2, 4], folder(tmp_path / name), LONG) for name in ("quiet", "asked"))

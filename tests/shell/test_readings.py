@@ -69,7 +69,7 @@ def test_a_machine_without_cgroups(kernel):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs pages and faults of Unix")
-def test_what_came_back_from_swap(kernel):
+def test_bytes_read_back_from_swap_are_counted(kernel):
     assert kernel.sources.read().swapped_in_bytes == 30 * readings._page_bytes()
     kernel.meminfo(8 * GIB, 5 * GIB, swap=0)
     assert kernel.sources.read().swapped_in_bytes is None
@@ -121,7 +121,7 @@ def test_a_limit_that_changes_is_seen_at_once_and_a_new_one_soon(kernel):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "some", "some avg10=0.00 total=x\n"])
-def test_pressure_that_the_kernel_does_not_tell(kernel, text):
+def test_pressure_that_the_kernel_does_not_report_is_unknown(kernel, text):
     (kernel.proc / "pressure" / "memory").write_text(text)
     assert kernel.sources.read().stalls == (None, None)
 
@@ -163,7 +163,7 @@ def test_the_level_of_macos(monkeypatch, tmp_path, value, level):
     assert reading.counts_mapped
 
 
-def test_a_macos_that_tells_nothing(monkeypatch, tmp_path):
+def test_a_macos_without_figures_has_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setattr(readings._MacOs, "open", lambda: readings._MacOs(sysctl({})))
     reading = Sources(tmp_path, tmp_path).read()
     assert reading.verdict is None

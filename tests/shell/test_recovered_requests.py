@@ -110,7 +110,7 @@ def asked(request=1, *, sampled=(), **options) -> Generate:
 
 @pytest.mark.parametrize("drains", [True, False])
 @pytest.mark.parametrize(("kv_type", "flash", "sequences"), [("f16", True, 1), ("f16", False, 2), ("q8_0", True, 2)])
-def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, sequences, drains):
+def test_a_request_resumes_from_its_kv_cells_bit_for_bit(device, kv_type, flash, sequences, drains):
     options = msgspec.structs.replace(OPTIONS, kv_type=kv_type, flash=flash, sequences=sequences, rows=16)
     undisturbed, first = device(options), device(options)
     requests = range(1, sequences + 1)
@@ -172,7 +172,7 @@ FAMILIES = ["qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_model_with_states_goes_on_from_one_and_finds_prompts_up_to_one(architecture, tmp_path):
+def test_a_model_with_states_resumes_from_one_and_finds_prompts_up_to_one(architecture, tmp_path):
     """Two concurrent requests with a common prefix; one resumes in another process, which also finds the prompt."""
     path, options = tmp_path / "model.gguf", msgspec.structs.replace(OPTIONS, rows=16, sequences=2)
     synth.write_model(path, architecture=architecture, **WIDE)

@@ -283,7 +283,7 @@ def test_limits_count_the_clients_address_which_no_header_changes(address, of):
     assert callers == [of]  # the lab's device and head are one machine
 
 
-def test_a_foreign_host_name_is_refused_where_the_client_asks_and_the_devices_own_is_not():
+def test_a_relay_refuses_a_foreign_host_name_and_accepts_its_devices_own():
     for host, status in (("evil.example", 403), ("sofa.local:8080", 200), ("192.168.1.7", 200)):
         assert through_relay(plain(), "GET", "/v1/models", headers={"host": host}).status_code == status
 
@@ -358,7 +358,7 @@ def test_a_request_that_loses_its_head_before_the_response_is_503_and_the_next_g
     asyncio.run(scenario())
 
 
-def test_a_silent_head_and_a_silent_device_are_gone_after_a_while(monkeypatch):
+def test_a_silent_head_and_a_silent_device_time_out(monkeypatch):
     monkeypatch.setattr(link_module, "ALIVE_S", 0.01)
     monkeypatch.setattr(server_module, "LOOK_S", 0.01)
 

@@ -53,7 +53,7 @@ def test_frames_are_the_same_however_they_are_cut(bodies, sizes):
     assert found == bodies
 
 
-async def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
+async def test_wanted_events_are_delivered_at_once_but_not_before_waiting_ones():
     made, _ = events()
     heard = list[RingEvent]()
     made.data_received(frame(SAID[0]))
@@ -71,7 +71,7 @@ async def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
     assert await rest(made) == SAID[3:]
 
 
-async def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_behind_it():
+async def test_an_exception_of_the_handler_is_raised_to_the_reader_and_ends_delivery():
     made, _ = events()
     heard = list[RingEvent]()
 
@@ -87,7 +87,7 @@ async def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_b
     assert heard == SAID[:1]
 
 
-async def test_an_end_is_not_heard_but_read_and_what_is_no_event_behind_it_is_an_error():
+async def test_an_end_is_read_and_not_delivered_and_garbage_after_it_is_an_error():
     made, _ = events()
     made.hear = lambda _: True
     made.data_received(frame(RingBroken("it broke", None)))
@@ -97,14 +97,14 @@ async def test_an_end_is_not_heard_but_read_and_what_is_no_event_behind_it_is_an
         await made.next()
 
 
-async def test_a_frame_that_is_too_large_is_an_error_and_no_memory():
+async def test_a_frame_that_is_too_large_is_an_error_and_allocates_nothing():
     made, _ = events()
     made.data_received(LENGTH.pack(MAX_FRAME_BYTES + 1))
     with pytest.raises(ProtocolError):
         await made.next()
 
 
-async def test_a_ring_process_that_nobody_reads_is_not_read():
+async def test_a_ring_process_without_a_reader_is_not_read():
     made, link = events()
     for _ in range(MAX_ARRIVED):
         assert link.reads

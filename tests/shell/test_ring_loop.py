@@ -289,7 +289,7 @@ def blocked(model: FakeModel, timings: RingTimings = RingTimings()) -> Iterator[
         yield process, before, opened
 
 
-def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(model, windows):
+def test_a_worker_with_a_vanished_next_device_obeys_its_daemon_and_ends_with_it(model, windows):
     with blocked(model, PATIENT) as (process, _, _):
         for _ in range(3):
             process.send(Report(), Report())
@@ -298,7 +298,7 @@ def test_a_worker_whose_next_device_is_gone_hears_its_daemon_and_ends_with_it(mo
         process.close()
 
 
-def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(model, windows):
+def test_a_worker_reports_a_next_device_that_accepts_nothing_and_can_be_reopened(model, windows):
     with blocked(model, IMPATIENT) as (process, _, _):
         assert process.expect(Overdue).waited_s >= 0.05
         assert process.expect(Overdue).waited_s >= 0.1
@@ -307,7 +307,7 @@ def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(
             continue
 
 
-def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows):
+def test_a_head_breaks_if_its_next_device_accepts_nothing(head_windows):
     with started(a_head(), IMPATIENT) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key))
         found = re.search(r"the next device accepted no step for (\S+) s", head.failed())
@@ -316,7 +316,7 @@ def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows):
         assert isinstance(head.failure, NextDeviceError)
 
 
-def test_a_worker_sends_to_the_next_device_that_it_is_told_while_it_waits(model, windows):
+def test_a_waiting_worker_sends_to_its_new_next_device(model, windows):
     with blocked(model) as (process, before, opened), neighbour(3) as after:
         after.connect(NOWHERE, NOBODY, opened.key)
         process.send(Connect(after.endpoint, after.key, before.key))
@@ -391,7 +391,7 @@ def test_a_reopening_that_makes_no_sense_breaks_it_with_a_reason(windows, indice
 
 
 @pytest.mark.parametrize("command", [generate(1, [1]), Drain()])
-def test_a_worker_that_is_given_the_heads_work_breaks(windows, command):
+def test_a_worker_breaks_on_a_command_for_the_head(windows, command):
     with started(opening_of_two()) as (process, _):
         process.send(command)
         assert process.failed() == f"a worker was given {type(command).__name__}, which is the head's"
@@ -405,7 +405,7 @@ def test_a_second_open_breaks_it(windows):
 
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("gives_cells", [True, False])
-def test_a_worker_says_whether_it_keeps_cells_and_still_does_when_it_is_reopened(
+def test_a_worker_reports_whether_it_saves_kv_blocks_also_after_reopening(
     model, windows, tmp_path, folder, gives_cells
 ):
     model.gives_cells = gives_cells
@@ -471,7 +471,7 @@ def answer(head: Process, asked: Generate) -> tuple[list[int], Finished]:
     return tokens, event
 
 
-def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, windows, head_windows):
+def test_the_next_epoch_resumes_with_the_same_workers_and_another_head(model, windows, head_windows):
     with ExitStack() as stack:
         worker, opened = stack.enter_context(started(opening_of_two()))
         first, first_opened = stack.enter_context(started(a_head()))
@@ -500,7 +500,7 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         assert finished.completion_tokens == 9
 
 
-def test_every_device_tells_what_a_token_costs_it_and_the_head_how_long_one_takes(windows, head_windows):
+def test_every_device_reports_its_cost_per_token_and_the_head_the_time_of_one(windows, head_windows):
     with ExitStack() as stack:
         worker, opened = stack.enter_context(started(opening_of_two()))
         head, head_opened = stack.enter_context(started(a_head()))
@@ -518,7 +518,7 @@ def test_every_device_tells_what_a_token_costs_it_and_the_head_how_long_one_take
         assert ours.rows == 2 * (1 + 3 + 8), "the head has two windows"
 
 
-def test_a_head_alone_drains_and_has_no_ring(model, head_windows):
+def test_a_single_device_drains_and_has_no_ring(model, head_windows):
     with started(a_head(route=1)) as (head, opened):
         assert opened == Opened("", "")
         head.expect(Serving)
@@ -529,7 +529,7 @@ def test_a_head_alone_drains_and_has_no_ring(model, head_windows):
         assert head.failed() == "request 2 was given to a ring that drains; give it to the next one"
 
 
-def test_a_head_alone_is_given_no_neighbours(head_windows):
+def test_a_single_device_breaks_on_a_next_device(head_windows):
     with started(a_head(route=1)) as (head, _):
         head.send(Connect(NOWHERE, NOBODY, NOBODY))
         assert head.failed() == "a device that computes the whole model was given a next device"
@@ -547,7 +547,7 @@ def test_a_head_that_is_not_linked_yet_drains(head_windows):
         assert head.event() == Drained()
 
 
-def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
+def test_a_head_with_a_vanished_next_device_obeys_its_daemon(head_windows):
     with started(a_head(step_timeout_s=1000.0), PATIENT) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key), generate(1, [1]), Report())
         head.expect(Status)
@@ -555,9 +555,7 @@ def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
 
 
 @pytest.mark.parametrize("opening", [opening_of_two(), a_head(step_timeout_s=1000.0)], ids=["worker", "head"])
-def test_a_device_before_this_one_that_sends_without_end_keeps_it_from_nothing(
-    windows, head_windows, monkeypatch, opening
-):
+def test_a_previous_device_that_sends_endlessly_blocks_nothing(windows, head_windows, monkeypatch, opening):
     """A loop that drained all incoming steps before computing or reading commands would never get there."""
     skip = Skip(protocol=PROTOCOL, ring=1, epoch=1, steps=[0])
     monkeypatch.setattr(Links, "receive", lambda _: skip)
@@ -566,7 +564,7 @@ def test_a_device_before_this_one_that_sends_without_end_keeps_it_from_nothing(
         assert process.expect(Status).steps == 0
 
 
-def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windows, head_windows):
+def test_a_head_reports_a_stopped_device_and_obeys_its_daemon(model, windows, head_windows):
     with started(a_head()) as (head, opened), neighbour(1) as worker:
         head.send(Connect(worker.endpoint, worker.key, worker.key))
         worker.connect(opened.endpoint, opened.key, opened.key)

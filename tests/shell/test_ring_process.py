@@ -136,7 +136,7 @@ async def test_the_signal_that_ended_it_is_named(tmp_path, number):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="the system has no SIGBUS")
-async def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_line(tmp_path):
+async def test_a_process_with_a_truncated_mapped_file_logs_its_stacks_and_one_line(tmp_path):
     """llama.cpp reads weights through a mapping, and reading beyond the end of the file raises SIGBUS."""
     async with started(tmp_path) as process:
         await process.send(an_open(route=3, head=None, windows=[]))
@@ -149,7 +149,7 @@ async def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_o
         assert "Fatal Python error: Bus error" in (tmp_path / "ring.log").read_text()
 
 
-def test_the_last_line_of_a_log_is_what_was_said_before_the_stacks(tmp_path):
+def test_the_last_line_of_a_log_is_the_one_before_the_stacks(tmp_path):
     log = tmp_path / "ring.log"
     assert _last_line(log) == ""
     log.write_text(
@@ -165,7 +165,7 @@ async def test_a_process_that_does_not_end_is_killed(tmp_path):
         os.kill(process.pid, signal.SIGSTOP)
 
 
-async def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path):
+async def test_a_process_that_reads_no_commands_can_still_be_killed(tmp_path):
     """Unread commands are still in the daemon's buffer."""
     async with started(tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
@@ -176,7 +176,7 @@ async def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path)
         await sending
 
 
-async def test_a_process_whose_end_is_not_waited_for_is_killed(tmp_path):
+async def test_a_process_is_killed_if_waiting_for_its_end_is_cancelled(tmp_path):
     async with started(tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         closing = asyncio.create_task(process.close())
@@ -220,7 +220,7 @@ async def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
         assert isinstance(await anext(events), Status)
 
 
-async def test_a_command_to_a_process_that_is_gone_is_heard_of_in_its_events(tmp_path):
+async def test_a_command_to_a_dead_process_shows_in_its_events(tmp_path):
     async with started(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert "SIGKILL" in await last_words(process)
@@ -232,12 +232,12 @@ async def test_a_missing_model_breaks_it_with_the_models_name(tmp_path):
     assert await broken_by(tmp_path, an_open()) == "/nowhere/model.gguf: no such file; check the path"
 
 
-async def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
+async def test_a_host_of_another_machine_breaks_it(tmp_path):
     words = await broken_by(tmp_path, an_open(route=3, host="192.0.2.1"))
     assert words.startswith("cannot listen for the ring on 192.0.2.1: ")
 
 
-async def test_layer_files_that_are_none_break_it(tmp_path):
+async def test_invalid_layer_files_break_it(tmp_path):
     (tmp_path / "window.gguf").write_bytes(b"not a model")
     window = WindowSource(
         window=1,
@@ -303,7 +303,7 @@ async def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, 
         (RingBroken("it cannot be read", "/a/file"), WeightsError),
     ],
 )
-async def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
+async def test_the_daemon_gets_the_kind_of_error(tmp_path, event, error):
     async with started(tmp_path) as process:
         process._events.data_received(frame(event))
         with pytest.raises(error, match=event.error) as caught:
@@ -327,7 +327,7 @@ async def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
         assert await last_words(process) == "the ring process was ended by SIGKILL: GGML_ASSERT(x) failed"
 
 
-def test_the_threads_wait_as_the_owner_says():
+def test_the_owners_settings_decide_how_threads_wait():
     assert environment({}, 1, 0)["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
     assert environment({"GOMP_SPINCOUNT": "7"}, 1, 0)["GOMP_SPINCOUNT"] == "7"
     assert "GOMP_SPINCOUNT" not in environment({"OMP_WAIT_POLICY": "passive"}, 1, 0)

@@ -67,7 +67,7 @@ def ring_logits(header, cuts, folder, rope):
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "cohere2"])
-def test_windows_have_the_angles_that_were_asked_for(architecture, kind, tmp_path):
+def test_windows_use_the_requested_rope_scaling(architecture, kind, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture, layers=8)
     header = read_header(path)
@@ -78,7 +78,7 @@ def test_windows_have_the_angles_that_were_asked_for(architecture, kind, tmp_pat
     assert np.array_equal(ring_logits(header, cuts, tmp_path, ROPES[kind]), expected)
 
 
-def test_other_angles_give_other_logits(tmp_path):
+def test_other_rope_scaling_gives_other_logits(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, layers=2)
     header = read_header(path)

@@ -40,7 +40,7 @@ def chain(dry: engine.DrySamplers | None = None, **fields: Any) -> engine.ChainS
 
 
 @pytest.mark.parametrize("tokens", [1, CONTEXT, CONTEXT + 1, 2**31 - 1, 2**31, 2**40])
-def test_no_sampler_is_made_that_looks_farther_back_than_the_context(monkeypatch, tokens):
+def test_samplers_never_look_back_farther_than_the_context(monkeypatch, tokens):
     asked: dict[str, int] = {}
 
     def penalties(vocabulary: int, last: int, *rest: float) -> Any:
@@ -57,7 +57,7 @@ def test_no_sampler_is_made_that_looks_farther_back_than_the_context(monkeypatch
     assert asked == {"penalties": min(tokens, CONTEXT), "dry": min(tokens, CONTEXT)}
 
 
-def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_not_by_the_ring(monkeypatch):
+def test_the_vocabulary_is_searched_for_breakers_once_for_all_choices_and_not_by_the_ring(monkeypatch):
     made = []
 
     def dry(handle: Any, multiplier: float, base: float, length: int, last: int, texts: Any, count: int) -> Any:
@@ -80,7 +80,7 @@ def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_
     "fields", [{}, {"temperature": 0.0}, {"mirostat": 2}, {"repeat_penalty": 1.5, "penalty_tokens": 9}]
 )
 @pytest.mark.parametrize("bounds", [{"min_tokens": 9}, {"ignore_eos": True}])
-def test_of_biases_each_is_looked_at_once_a_token_where_some_tokens_may_not_come(monkeypatch, fields, bounds):
+def test_each_bias_is_applied_once_per_token_if_some_tokens_are_banned(monkeypatch, fields, bounds):
     """In that case, llama.cpp's own sampler compares each token with each bias."""
     bias = packed_biases(
         (token, 3.0 * token - 100 * (token == 5) if token < SIZE - 1 else -math.inf) for token in range(SIZE)
@@ -98,7 +98,7 @@ def test_of_biases_each_is_looked_at_once_a_token_where_some_tokens_may_not_come
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-30, 1e-6])
-def test_a_temperature_that_is_next_to_none_is_none(temperature):
+def test_a_negligible_temperature_is_greedy(temperature):
     assert msgspec.structs.replace(SAMPLED, temperature=temperature).is_greedy
 
 
@@ -117,7 +117,7 @@ def test_a_temperature_that_is_next_to_none_is_none(temperature):
         {"logit_bias": packed_biases((token, -math.inf) for token in range(SIZE - 1))},
     ],
 )
-def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):
+def test_the_ends_of_every_range_sample_a_token_with_a_probability(fields):
     sampler = chain(**fields)
     for _ in range(3):
         assert 0 <= sampler.sample(-1, Logits().logits(0)) < SIZE
@@ -126,7 +126,7 @@ def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e-320, -1.0, -2.0, 2.0**31, 2.0**64])
-def test_a_recommendation_of_a_model_file_that_makes_no_sense_is_as_if_it_were_not_there(value):
+def test_an_invalid_recommendation_of_a_model_file_is_ignored(value):
     for key, (name, minimum, maximum) in _RECOMMENDED.items():
         values = {key: scalar_value(GGUFValueType.FLOAT64, value)}
         header = Header(path=Path("toy.gguf"), values=values, tensors={}, data_offset=0)

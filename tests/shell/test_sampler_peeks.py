@@ -43,7 +43,7 @@ def chain(**fields: Any) -> engine.ChainSampler:
     ],
     ids=str,
 )
-def test_a_draw_of_logits_that_come_true_is_peeked_at_one_token_ahead_and_two(fields):
+def test_a_peek_one_or_two_tokens_ahead_is_the_later_sample_of_the_same_logits(fields):
     expected = [chain_.sample(row) for chain_ in [chain(**fields)] for row in range(TOKENS)]
     asked = chain(**fields)
     assert asked.peek(LOGITS[0], 1) is None, "nothing was drawn from it yet"
@@ -57,7 +57,7 @@ def test_a_draw_of_logits_that_come_true_is_peeked_at_one_token_ahead_and_two(fi
     asked.release()
 
 
-def test_where_all_tokens_would_be_sorted_the_likely_ones_alone_say_nearly_the_same(monkeypatch):
+def test_a_peek_at_the_likely_tokens_nearly_equals_sampling_from_all(monkeypatch):
     monkeypatch.setattr(engine, "_PEEKED", 48)
     drawn, asked, alike = chain(top_p=0.9), chain(top_p=0.9), 0
     asked.sample(0)
@@ -68,7 +68,7 @@ def test_where_all_tokens_would_be_sorted_the_likely_ones_alone_say_nearly_the_s
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0, "repeat_penalty": 1.1, "penalty_tokens": 8}, {"mirostat": 2}])
-def test_where_no_seed_decides_the_likeliest_token_is_the_draft(fields):
+def test_samplers_without_a_seeded_draw_are_not_peeked_at(fields):
     asked = chain(**fields)
     token = asked.sample(0)
     assert asked.peek(LOGITS[1], 2) is None

@@ -72,7 +72,7 @@ def test_the_pages_leave_memory(tmp_path, monkeypatch):
     assert min(size for _, size in kept) > 512 << 10
 
 
-def test_steps_of_few_rows_give_nothing_back(tmp_path, monkeypatch):
+def test_steps_of_few_tokens_release_nothing(tmp_path, monkeypatch):
     discards = Discards()
     monkeypatch.setattr(scratch, "discard", discards)
     with streaming(model(tmp_path, "llama"), [0, 3, 6], tmp_path, streamed=0) as made:

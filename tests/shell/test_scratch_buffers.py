@@ -53,7 +53,7 @@ def step(found: Scratch, ggml: Ggml, rows: int) -> bool:
     return reported
 
 
-def test_the_compute_buffer_in_memory_is_given_back_once(discarded):
+def test_the_compute_buffer_in_memory_is_released_once(discarded):
     ggml = Ggml((b"CPU", WEIGHTS), (b"CUDA0", COMPUTE), (b"CPU", COMPUTE))
     found = Scratch(cast("Any", ggml))
     assert step(found, ggml, LARGE_ROWS + 1)
@@ -65,7 +65,7 @@ def test_the_compute_buffer_in_memory_is_given_back_once(discarded):
     assert len(discarded) == 1
 
 
-def test_where_all_of_it_is_a_gpus_later_steps_are_left_alone(discarded):
+def test_buffers_that_are_all_on_a_gpu_stop_the_search_in_later_steps(discarded):
     ggml = Ggml((b"CUDA0", COMPUTE), (b"CUDA_Host", COMPUTE))
     found = Scratch(cast("Any", ggml))
     assert step(found, ggml, LARGE_ROWS + 1)
@@ -77,7 +77,7 @@ def test_where_all_of_it_is_a_gpus_later_steps_are_left_alone(discarded):
     assert discarded == []
 
 
-def test_a_node_without_a_buffer_says_nothing(discarded):
+def test_a_node_without_a_buffer_is_skipped(discarded):
     ggml = Ggml((b"CPU", COMPUTE))
     found = Scratch(cast("Any", ggml))
     found.begin(LARGE_ROWS + 1)

@@ -187,7 +187,7 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(command: Primad, runner, unit
     ],
     ids=["role", "code", "option", "place", "value", "file", "key", "root", "as"],
 )
-def test_what_cannot_be_installed_is_refused_before_anything_is_done(command: Primad, runner, unit, arguments, named):
+def test_an_invalid_service_is_refused_before_any_change(command: Primad, runner, unit, arguments, named):
     code, out, err = command("service", "install", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert named in err
@@ -266,7 +266,7 @@ def test_the_service_is_started_stopped_looked_at_and_removed(command: Primad, r
     ]
 
 
-def test_a_daemon_says_by_its_exit_code_whether_another_start_is_worth_a_try(command: Primad, monkeypatch, tmp_path):
+def test_the_exit_code_of_a_daemon_says_whether_a_restart_can_help(command: Primad, monkeypatch, tmp_path):
     def codes() -> list[int]:
         wrong = command("join", "--no-such"), command("join", "--nice", "99")
         return [*(each[0] for each in wrong), command("serve", "--model", tmp_path / "not there yet.gguf")[0]]
@@ -276,7 +276,7 @@ def test_a_daemon_says_by_its_exit_code_whether_another_start_is_worth_a_try(com
     assert codes() == [78, 78, 2]
 
 
-def test_without_a_service_it_says_what_installs_one(command: Primad):
+def test_without_a_service_the_error_names_the_command_that_installs_one(command: Primad):
     for what in ("remove", "start", "stop", "status", "logs"):
         code, _, err = command("service", what)
         assert (code, "'primad service install join' installs one" in err) == (2, True)
@@ -332,7 +332,7 @@ def test_the_task_scheduler_gets_a_task(command: Primad, runner, monkeypatch, tm
     assert machine.installed(task) == task
 
 
-def test_who_may_not_read_a_file_is_seen_by_mode_bits(monkeypatch, tmp_path):
+def test_mode_bits_decide_who_can_read_a_file(monkeypatch, tmp_path):
     monkeypatch.undo()
     stranger = Account(os.getuid() + 4711, frozenset())
     passwd = Path("/etc/passwd")  # readable by all, executable by none

@@ -77,7 +77,7 @@ def test_there_are_many(templates):
     assert len(templates) >= 70
 
 
-def test_every_template_shows_all_that_was_said_in_every_shape_with_tools_and_without(templates):
+def test_every_template_shows_the_whole_conversation_in_every_form_with_and_without_tools(templates):
     wrong = []
     for (name, template), tools, (shape, messages) in product(templates.items(), ([], TOOLS), SHAPES.items()):
         got = prompt(template, messages, **{"tools": tools} if tools else {})
@@ -89,7 +89,7 @@ def test_every_template_shows_all_that_was_said_in_every_shape_with_tools_and_wi
     assert wrong == []
 
 
-def test_every_template_lets_an_answer_go_on(templates):
+def test_every_template_can_continue_a_prefilled_response(templates):
     for name, template in templates.items():
         for shape, messages in PREFILLED.items():
             got, printed = prompt(template, messages), messages[-1]["content"]

@@ -5,7 +5,7 @@ import socket
 from tools.lab.local_ring import slow_links
 
 
-def test_what_is_sent_through_a_slow_link_comes_in_order_and_ends_where_it_ends():
+def test_data_through_a_slow_link_arrives_in_order_and_complete():
     sent, found = b"".join(number.to_bytes(4, "little") for number in range(5000)), b""
     with (
         socket.create_server(("127.0.0.1", 0)) as target,

@@ -52,7 +52,7 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
-async def test_the_answer_is_the_solvers(require):
+async def test_the_process_returns_the_solvers_solution(require):
     asked = question(2, ram=8 * GB, require=require)
     answer = await solve_in_process(asked)
     (work,) = asked.workloads
@@ -64,7 +64,7 @@ async def test_the_answer_is_the_solvers(require):
     assert require <= set(answer.solution.plan.devices)
 
 
-async def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_path, monkeypatch):
+async def test_library_output_on_standard_output_is_no_part_of_the_reply(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
     )
@@ -72,14 +72,14 @@ async def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer
     assert (await solve_in_process(question(2, ram=8 * GB))).solution.plan.devices
 
 
-async def test_where_layers_stream_it_may_take_larger_chunks():
+async def test_streamed_layers_allow_larger_chunks():
     run = RunConfig(context_tokens=8192, prompt_tokens=4096, answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
     asked = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
     assert (await solve_in_process(asked)).solution.prediction.chunk_rows > 512
 
 
-async def test_what_is_short_is_said_as_the_solver_says_it():
+async def test_an_infeasible_plan_has_the_solvers_message():
     asked = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
         solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
@@ -98,7 +98,7 @@ async def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
         await solve_in_process(question(1))
 
 
-async def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
+async def test_a_killed_solver_is_reported_as_killed(monkeypatch):
     class Killing(StopFlag):
         def watch(self, child: subprocess.Popen[bytes]) -> None:
             super().watch(child)

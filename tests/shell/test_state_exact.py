@@ -52,7 +52,7 @@ def each(route, act):
 
 
 @pytest.mark.parametrize("architecture", some_quick(HYBRIDS))
-def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path):
+def test_a_sequence_returns_to_a_saved_state(architecture, tmp_path):
     header = written(tmp_path, architecture)
     for number, (cut, sequences) in enumerate([(None, 1), (cuts_of(header)[0], 3)]):
         options = msgspec.structs.replace(OPTIONS, sequences=sequences)
@@ -117,7 +117,7 @@ def are_equal(some, others):
 
 
 @pytest.mark.parametrize("architecture", some_quick(TAKES_BACK))
-def test_drafts_that_did_not_hold_are_taken_back_and_the_answer_is_the_same(architecture, tmp_path):
+def test_rejected_drafts_are_rolled_back_and_logits_are_unchanged(architecture, tmp_path):
     header = written(tmp_path, architecture)
     for number, (cut, sequences) in enumerate([(None, 1), (cuts_of(header)[0], 3)]):
         own, routes = sequences - 1, []
@@ -135,7 +135,7 @@ def test_drafts_that_did_not_hold_are_taken_back_and_the_answer_is_the_same(arch
             route.release()
 
 
-def test_only_rows_of_the_last_step_are_taken_back_and_one_of_them_stays(tmp_path):
+def test_only_tokens_of_the_last_step_are_rolled_back_and_one_of_them_stays(tmp_path):
     """llama.cpp would roll back others as well, and then compute wrong logits."""
     route = Whole(written(tmp_path, "qwen35"), msgspec.structs.replace(OPTIONS, sequences=3, rollback=3))
     (window,) = route.windows
@@ -167,7 +167,7 @@ def test_only_rows_of_the_last_step_are_taken_back_and_one_of_them_stays(tmp_pat
 
 
 @pytest.mark.parametrize("architecture", some_quick(set(HYBRIDS) - LATENT))
-def test_rows_of_several_sequences_in_one_step_are_what_each_is_alone(architecture, tmp_path):
+def test_tokens_of_several_sequences_in_one_step_have_the_logits_of_single_ones(architecture, tmp_path):
     header, each_from = written(tmp_path, architecture), (40, 64, 52)
     for number, flash in enumerate((True, False)):
         (folder := tmp_path / str(number)).mkdir()
@@ -198,7 +198,7 @@ ENDS = [40, 104, 168, 232, 296, 300, 364, 428, 492, 511, 512, 513, 570, 600]
 
 
 @pytest.mark.parametrize("architecture", some_quick(SLIDING))
-def test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architecture, tmp_path):
+def test_a_small_window_cache_returns_to_its_saved_kv_cells(architecture, tmp_path):
     header = written(tmp_path, architecture)
     small = msgspec.structs.replace(OPTIONS, context=1024, sequences=2, small_windows=True)
     chunks = [LONG[first:last] for first, last in pairwise([0, *ENDS])]
@@ -228,7 +228,7 @@ def test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architectur
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss"])
-def test_blocks_of_a_small_cache_go_to_windows_of_another_cut(architecture, flash, tmp_path):
+def test_blocks_of_a_small_cache_restore_into_windows_of_another_cut(architecture, flash, tmp_path):
     header = written(tmp_path, architecture)
     options = msgspec.structs.replace(OPTIONS, context=1024, sequences=2, small_windows=True, flash=flash)
     chunks = [LONG[first:last] for first, last in pairwise([0, *ENDS])]
@@ -279,7 +279,7 @@ def state_of(route, sequence, end):
 
 
 @pytest.mark.parametrize("architecture", some_quick(sorted(set(HYBRIDS) - NOT_KEPT)))
-def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
+def test_kv_cells_and_a_state_restore_into_windows_of_another_cut(architecture, tmp_path):
     header = written(tmp_path, architecture)
     options = msgspec.structs.replace(OPTIONS, sequences=2)
     with ExitStack() as stack:
@@ -309,7 +309,7 @@ def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", some_quick([*HYBRIDS, *SLIDING]))
-def test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path):
+def test_a_copy_resumes_from_a_saved_state(architecture, tmp_path):
     """The source sequence may have passed that state or be at it."""
     header = written(tmp_path, architecture)
     options = msgspec.structs.replace(OPTIONS, context=1024, sequences=3, small_windows=architecture in SLIDING)

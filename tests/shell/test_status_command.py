@@ -69,7 +69,7 @@ def row(out: str, first: str) -> list[str]:
     return line.strip().removeprefix(first).split()
 
 
-def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
+def test_the_table_has_a_row_for_each_device_and_the_plan_below(command, endpoint):
     endpoint.emits(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, err) == (0, "")
@@ -100,7 +100,7 @@ def test_it_fits_a_terminal_of_80_columns(command, endpoint, monkeypatch):
     assert row(out, "living-room") == ["26", "23", "3", "200", "MB", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
 
 
-def test_what_is_not_known_is_a_question_mark(command, endpoint):
+def test_unknown_figures_are_question_marks(command, endpoint):
     endpoint.emits(ring(device("desk", ring=None, memory=MemoryFigures(), predicted=PlannedFigures())))
     code, out, _ = command("status", "--url", endpoint.url)
     assert code == 0
@@ -109,14 +109,14 @@ def test_what_is_not_known_is_a_question_mark(command, endpoint):
     assert "desk: timed out" in out
 
 
-def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
+def test_a_device_that_computes_a_prompt_is_shown_as_computing(command, endpoint):
     endpoint.emits(ring(device("desk", ring=None, memory=MemoryFigures(), computes=True)))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "desk: computes a long step" in out
     assert "timed out" not in out
 
 
-def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
+def test_a_wrong_plan_is_reported_with_its_term(command, endpoint):
     wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
     measured = CompletionFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
     endpoint.emits(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
@@ -126,13 +126,13 @@ def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
     assert "the hops between devices: 80.0 ms, not 1.00 ms" in out
 
 
-def test_a_plan_that_comes_true_is_not_told_of(command, endpoint):
+def test_a_plan_that_comes_true_is_not_reported(command, endpoint):
     measured = CompletionFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
     endpoint.emits(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
     assert "240" not in command("status", "--url", endpoint.url)[1]
 
 
-def test_who_is_not_in_the_ring_is_said(command, endpoint):
+def test_devices_outside_the_ring_are_listed(command, endpoint):
     endpoint.emits(ring(device("desk", role="head"), device("lap"), lap="serving", nas="discovered"))
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: discovered"
@@ -145,7 +145,7 @@ def test_the_model_for_embeddings_has_a_line(command, endpoint):
     assert "small for embeddings: alive, 70.0 MB, 9 requests, 1 of them with errors, 120 tokens in 1.5 s" in out
 
 
-def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
+def test_it_shows_kv_replication_and_resumed_requests(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"kv": msgspec.to_builtins(KV)}))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "nas: its KV cache is not replicated, no link of it carries them" in out
@@ -155,19 +155,19 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     )
 
 
-def test_it_says_where_pictures_are_encoded(command, endpoint):
+def test_it_shows_where_pictures_are_encoded(command, endpoint):
     pictures = {"device": "lap", "alive": False, "encoded": 3, "encoded_elsewhere": 2}
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"pictures": pictures}))
     assert "3 pictures encoded, 2 by other devices; lap encodes" in command("status", "--url", endpoint.url)[1]
 
 
-def test_it_says_what_became_of_drafts(command, endpoint):
+def test_it_shows_the_acceptance_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "75% accepted, 15% skipped; 1.75 tokens per ring pass; draft model on nas" in out
 
 
-def test_it_names_what_is_known_of_the_models_windows(command, endpoint):
+def test_it_shows_whether_windows_of_the_model_were_checked(command, endpoint):
     line = "windows of this model: checked bit for bit on 2026-11-25"
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"checked": line}))
     assert line in command("status", "--url", endpoint.url)[1]
@@ -180,7 +180,7 @@ def test_before_the_first_ring(command, endpoint):
     assert command("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
 
 
-def test_json_is_what_the_endpoint_says(command, endpoint):
+def test_json_output_is_the_response_of_the_endpoint(command, endpoint):
     endpoint.emits(ring(device("desk")))
     code, out, err = command("status", "--json", "--url", endpoint.url)
     assert (code, err) == (0, "")
@@ -188,7 +188,7 @@ def test_json_is_what_the_endpoint_says(command, endpoint):
     assert json.loads(out)["devices"][0]["memory"]["stall_ms_per_token"] == 62.5
 
 
-def test_nothing_of_an_endpoint_steers_the_terminal(command, endpoint):
+def test_control_characters_of_an_endpoint_are_escaped(command, endpoint):
     endpoint.emits(
         ring(device("\x1b[2Jdesk", predicted=PlannedFigures())),
         Health(serving=True, taken=True, detail="a\x1b]0;b\x07"),
@@ -223,14 +223,14 @@ def test_a_refusal_is_one_clear_error(command, endpoint):
     assert "returned 404" in err
 
 
-def test_an_address_that_is_none(command):
+def test_an_invalid_address_is_refused(command):
     code, out, err = command("status", "--url", "http://127.0.0.1:x")
     assert (code, out) == (2, "")
     assert "--url http://127.0.0.1:x: not an address" in err
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_watching_asks_again_until_ctrl_c(command, endpoint, monkeypatch, arguments):
+def test_watching_repeats_until_ctrl_c(command, endpoint, monkeypatch, arguments):
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -248,14 +248,14 @@ def test_watching_asks_again_until_ctrl_c(command, endpoint, monkeypatch, argume
     assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
 
 
-def test_who_has_no_layers_is_said_with_the_reason(command, endpoint):
+def test_devices_without_layers_are_listed_with_the_reason(command, endpoint):
     left_out = [{"device": "nas", "reason": "the ring would be 31% slower with it"}]
     endpoint.emits(ring(device("desk", role="head"), nas="ready") | {"left_out": left_out})
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: ready, the ring would be 31% slower with it"
 
 
-def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(command, endpoint, monkeypatch):
+def test_watching_shows_speed_hops_and_events(command, endpoint, monkeypatch):
     desk, lap = device("desk", role="head"), device("lap")
     now = [100.0]
     more = {
@@ -311,7 +311,7 @@ def test_watching_on_a_terminal_draws_in_place(command, endpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_watching_goes_on_when_the_head_is_away_for_a_while(command, endpoint, monkeypatch, is_terminal):
+def test_watching_continues_while_the_head_is_unreachable(command, endpoint, monkeypatch, is_terminal):
     looks = 0
 
     def sleep(_: float) -> None:

@@ -71,7 +71,7 @@ def streams_of(folder: Path, *streamed: int) -> AbstractContextManager[Streams]:
         ((4 * LAYER, 4 * LAYER + OUTPUT // 2), 8, True),
     ],
 )
-def test_all_windows_together_keep_what_they_are_assigned_and_say_it(tmp_path, streamed, layers, output):
+def test_all_windows_keep_and_report_the_memory_assigned_to_them(tmp_path, streamed, layers, output):
     with streams_of(tmp_path, *streamed) as streams:
         residency = streams.streamer.residency
         kept = streams.assigned.resident_bytes
@@ -86,7 +86,7 @@ def test_all_windows_together_keep_what_they_are_assigned_and_say_it(tmp_path, s
         assert printed.resident_bytes + printed.streamed_bytes == sum(residency.sizes)
 
 
-def test_under_memory_pressure_it_says_what_is_left(tmp_path):
+def test_under_memory_pressure_the_remaining_resident_layers_are_reported(tmp_path):
     with streams_of(tmp_path, LAYER, LAYER) as streams:
         streamer = streams.streamer
         assert not streamer.is_short
@@ -116,7 +116,7 @@ class Loaded:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing that streams is ever given back")
-def test_what_stayed_for_another_plan_is_given_back(tmp_path):
+def test_units_resident_in_another_plan_are_released(tmp_path):
     windows = [a_window(tmp_path, i, 0, output=i == 1) for i in (0, 1)]
     models = {window.index: Loaded() for window in windows}
     with ExitStack() as stack:

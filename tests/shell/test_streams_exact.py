@@ -195,7 +195,7 @@ def test_whatever_streams_logits_are_the_same(architecture, streamed, read_ahead
         check(made, chunks, expected)
 
 
-def test_what_streams_under_pressure_in_the_middle_of_an_answer_does_not_change_it(tmp_path):
+def test_streaming_under_pressure_during_a_request_does_not_change_its_logits(tmp_path):
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
     with streaming(header, [0, 3, 6], tmp_path, streamed=0) as made:
@@ -228,7 +228,7 @@ def test_streamed_and_resident_are_the_same_with_a_smaller_kv_cache(architecture
     assert np.array_equal(*found)
 
 
-def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
+def test_parked_windows_continue_to_stream_in_another_ring(tmp_path):
     """A worker's ring process does the same: it ends and begins again."""
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
@@ -244,7 +244,7 @@ def test_windows_that_are_kept_stream_on_in_another_ring(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(EVERYTHING, 0), (0, EVERYTHING), (0.3, 0.8)])
-def test_windows_that_are_kept_keep_what_the_next_plan_says(before, after, tmp_path):
+def test_parked_windows_keep_the_residency_of_the_next_plan(before, after, tmp_path):
     header = model(tmp_path, "llama")
     chunks, expected = whole_logits(header)
     with streaming(header, [0, 2, 4, 6], tmp_path, streamed=before) as made:

@@ -127,7 +127,7 @@ def config(tmp_path, **flags):
     return made
 
 
-def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
+def test_this_device_comes_first_and_the_others_are_released(around, tmp_path):
     around.sight += [peer("b", 2), peer("a", 1)]
     around.answers.update({1: "a", 2: "b"})
     lines = Lines()
@@ -140,7 +140,7 @@ def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
     assert not lines.printed
 
 
-def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path, monkeypatch):
+def test_learnt_corrections_of_a_local_head_are_used(around, tmp_path, monkeypatch):
     slow = DeviceFactors(stamp=stamp_of(device("a")), disk=2.0)
     known = Corrections(devices={"a": slow}, links={("me", "a"): 1.5})
     monkeypatch.setattr(survey_module, "read_corrections", {tmp_path: known}.__getitem__)
@@ -153,7 +153,7 @@ def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path
     assert found.devices[1] != device("a")
 
 
-def test_what_the_owner_of_this_head_paused_or_limited_is_planned_so(around, tmp_path):
+def test_paused_and_limited_devices_are_planned_as_such(around, tmp_path):
     device_limits = DeviceLimits(tmp_path)
     device_limits.put(DeviceLimit(device="a", is_paused=True))
     device_limits.put(DeviceLimit(device="b", ram_bytes=1 << 30))
@@ -166,7 +166,7 @@ def test_what_the_owner_of_this_head_paused_or_limited_is_planned_so(around, tmp
     assert lines.printed == ["a is left out: this head does not use it while it is paused on the page"]
 
 
-def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_path):
+def test_an_unpaired_device_is_left_out_and_not_contacted(around, tmp_path):
     around.sight += [peer("stranger", 1), peer("old", 2, key="")]
     around.answers.update({1: "stranger", 2: "old"})
     lines = Lines()
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_p
     assert all("primad join --code" in line for line in lines.printed)
 
 
-def test_who_refuses_is_left_out_and_named(around, tmp_path):
+def test_a_device_that_refuses_is_left_out_and_named(around, tmp_path):
     around.sight += [peer("busy", 1), peer("a", 2)]
     around.answers[2] = "a"
     lines = Lines()
@@ -192,7 +192,7 @@ def test_other_clusters_heads_and_this_device_again_do_not_count(around, tmp_pat
     assert [one.device for one in survey(config(tmp_path), 0.1, Lines()).devices] == ["me"]
 
 
-def test_a_named_device_must_answer(around, tmp_path):
+def test_a_named_device_must_reply(around, tmp_path):
     named = config(tmp_path, devices=("127.0.0.1:7",))
     around.answers[7] = "a"
     assert [one.device for one in survey(named, 0, Lines()).devices] == ["me", "a"]
@@ -211,7 +211,7 @@ def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path)
     assert around.closed == ["silent"]
 
 
-def test_who_goes_before_it_is_introduced_leaves_links_to_the_default(around, tmp_path):
+def test_a_device_that_leaves_before_its_introduction_leaves_links_at_the_default(around, tmp_path):
     around.answers[7] = "gone"
     lines = Lines()
     found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)

@@ -60,7 +60,7 @@ def test_the_manual_page_has_every_command_and_option(page: Path) -> None:
         ] == []
 
 
-def test_roff_has_nothing_to_say_against_the_manual_page(page: Path) -> None:
+def test_roff_accepts_the_manual_page(page: Path) -> None:
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     argv = ["groff", "-man", "-ww", "-k", "-Tutf8", str(page)]
@@ -86,7 +86,7 @@ def test_bash_completes_commands(prefix: Path) -> None:
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["serve", "service"]
 
 
-def test_the_service_lends_the_device_as_a_user_of_its_own(prefix: Path) -> None:
+def test_the_service_runs_as_its_own_user(prefix: Path) -> None:
     unit = (prefix / "lib/systemd/system/primad.service").read_text().splitlines()
     assert "ExecStart=/usr/bin/primad join $PRIMAD_OPTIONS" in unit
     assert "User=primad" in unit
@@ -95,7 +95,7 @@ def test_the_service_lends_the_device_as_a_user_of_its_own(prefix: Path) -> None
     assert 'PRIMAD_OPTIONS=""' in default.splitlines()
 
 
-def test_systemd_has_nothing_to_say_against_the_service(prefix: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_service(prefix: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     # The program is not installed here.

@@ -219,7 +219,7 @@ def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weigh
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "hunyuan-moe", "olmo2"])
-def test_an_adapter_is_shared_as_what_it_changes_is(architecture, tmp_path):
+def test_an_adapter_is_split_like_the_weights_it_changes(architecture, tmp_path):
     synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32", layers=2)
     header = read_header(tmp_path / "model.gguf")
     changes = re.compile(r"blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight|output\.weight")
@@ -233,7 +233,7 @@ def test_an_adapter_is_shared_as_what_it_changes_is(architecture, tmp_path):
 
 
 @pytest.mark.parametrize(("architecture", "parts", "look_ahead"), [("gemma3", 1, True), ("qwen3vl", 4, False)])
-def test_pictures_are_rows_of_all_ranks_also_where_deeper_layers_take_parts_of_them(
+def test_all_ranks_get_picture_embeddings_even_if_deeper_layers_take_parts_of_them(
     architecture, parts, look_ahead, tmp_path
 ):
     synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32", layers=6)
@@ -311,7 +311,7 @@ def test_ranks_agree_to_the_bit_and_a_group_is_a_place_between_windows(tmp_path)
         assert np.array_equal(one, other)
 
 
-def test_a_token_of_an_unchanged_graph_stops_at_sums_alone(tmp_path, monkeypatch):
+def test_a_token_of_an_unchanged_graph_stops_only_at_sums(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", quantisation="f32", layers=3)
     header, meeting = read_header(path), Meeting(1)
@@ -379,7 +379,7 @@ def test_the_first_rank_samples_from_the_logits_of_all(tmp_path):
     assert likeliest == greedy == chain
 
 
-def test_a_part_that_nothing_is_seen_to_read_is_an_error(tmp_path, monkeypatch):
+def test_a_partial_sum_without_a_known_reader_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
     rank = Rank(read_header(path), [1], [0, 2], tmp_path, OPTIONS, 0, FakeExchange(Meeting(1), 0))

@@ -184,7 +184,7 @@ async def works(service: TextService, owner: str = "") -> None:
     assert prepared.job.prompts[0].max_tokens == SETTINGS.context_tokens - len(prepared.job.prompts[0].tokens)
 
 
-async def test_what_hangs_or_grows_is_refused_alone(tmp_path):
+async def test_only_the_hanging_or_growing_request_is_refused(tmp_path):
     async with text_service(tmp_path) as service:
         assert "took more than 3 s" in await refused(service, "hang")
         await works(service)
@@ -197,7 +197,7 @@ async def test_what_hangs_or_grows_is_refused_alone(tmp_path):
         assert service.pids != before
 
 
-async def test_what_crashes_its_process_is_refused_and_no_other_request_notices(tmp_path):
+async def test_a_request_that_crashes_its_process_is_refused_and_no_other_is_affected(tmp_path):
     async with text_service(tmp_path, TextLimits(), pre="gpt-4o") as service:
         body = json.dumps({"content": "a" * 1_000_000}).encode()
         crashing = asyncio.create_task(service.prepare(llama_server.tokenize, body, SETTINGS))
@@ -207,7 +207,7 @@ async def test_what_crashes_its_process_is_refused_and_no_other_request_notices(
         await works(service)
 
 
-async def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
+async def test_slow_requests_wait_for_each_other_and_others_continue(tmp_path):
     async with text_service(tmp_path, TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=0.1), Judged) as service:
         slow = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(3)]
         for _ in range(3):
@@ -221,7 +221,7 @@ async def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
         await works(service, "a")
 
 
-async def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
+async def test_an_owner_can_cost_others_their_process_only_once_in_a_while(tmp_path):
     begun: list[int] = []
 
     async def run() -> None:
@@ -267,7 +267,7 @@ async def test_callers_take_turns(tmp_path):
         assert ended.index("one") <= 2
 
 
-async def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
+async def test_errors_and_log_lines_are_passed_on_unchanged(tmp_path, caplog):
     async with text_service(tmp_path, TextLimits()) as service:
         with pytest.raises(PromptTooLongError) as caught:
             await service.prepare(openai.chat, chat("x" * (1 << 17)), SETTINGS)
@@ -298,7 +298,7 @@ async def test_without_a_model_requests_are_read_for_any_model():
         await service.close()
 
 
-async def test_a_template_that_is_none_is_the_models_fault(tmp_path):
+async def test_an_invalid_template_is_the_models_fault(tmp_path):
     service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), "{% nonsense %}")
     with pytest.raises(ModelError, match="does not compile"):
         await service.prepare(openai.chat, chat("x"), SETTINGS)
@@ -307,7 +307,7 @@ async def test_a_template_that_is_none_is_the_models_fault(tmp_path):
         await service.prepare(openai.chat, chat("x"), SETTINGS)
 
 
-async def test_a_file_without_vocabulary_is_told(tmp_path):
+async def test_a_file_without_vocabulary_is_an_error(tmp_path):
     (tmp_path / "toy.gguf").write_bytes(b"GGUF")
     service = TextService(str(tmp_path / "toy.gguf"), None)
     with pytest.raises(EngineError, match=r"toy\.gguf"):
@@ -344,7 +344,7 @@ def test_cut_at_markers_a_text_has_the_same_tokens(vocabularies, monkeypatch):
         monkeypatch.undo()
 
 
-def test_no_token_stands_for_more_characters_than_is_said(vocabularies):
+def test_no_token_has_more_characters_than_reported(vocabularies):
     for vocabulary in vocabularies:
         names = [vocabulary.name(token) for token in range(0, vocabulary.size, 8)]
         assert 8 < max(map(len, names)) <= vocabulary.longest_chars < 100
@@ -378,7 +378,7 @@ def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
                 assert isinstance(answer, kind), f"{pre}: {answer}"
 
 
-def test_what_is_nested_too_deeply_for_any_code_that_reads_it_is_refused(monkeypatch):
+def test_a_body_that_exceeds_the_recursion_limit_is_refused(monkeypatch):
     def deeper(*_: Any) -> None:
         deeper()
 
@@ -388,7 +388,7 @@ def test_what_is_nested_too_deeply_for_any_code_that_reads_it_is_refused(monkeyp
     assert answer.status == 400
 
 
-def test_the_settings_of_a_model_go_over_whole():
+def test_the_settings_of_a_model_are_passed_on_whole():
     model = TextModel(id="toy", created=1, context_tokens=9, vocabulary=object(), tool_parser="hermes")  # type: ignore[arg-type]
     wire = msgspec.msgpack.encode(model.settings)
     assert msgspec.msgpack.decode(wire, type=ModelSettings) == model.settings

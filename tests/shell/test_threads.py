@@ -66,7 +66,7 @@ async def one_token() -> ModelPieces:
     return ModelPieces(PieceTable.of([(b"a", 0), (b"", CONTROL | END)], bos="", eos="", chat_template=None))
 
 
-async def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_that_its_process_ended(
+async def test_the_head_passes_on_threads_and_gpu_layers_and_reports_the_end_of_its_process_once(
     monkeypatch, smollm2, tmp_path
 ):
     process, broken = FakeProcess(), []

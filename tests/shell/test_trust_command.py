@@ -77,7 +77,7 @@ def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_o
         (("revoke", "pi"), "no device 'pi' is trusted"),
     ],
 )
-def test_what_cannot_be_is_one_line(home: Path, words: tuple[str, ...], error: str):
+def test_an_invalid_option_is_one_error_line(home: Path, words: tuple[str, ...], error: str):
     with pytest.raises(ConfigError, match=error) as raised:
         primad(*words, "--home", str(home))
     assert "\n" not in str(raised.value)

@@ -82,13 +82,13 @@ def test_the_same_sources_give_the_same_bytes(dist: Path, tmp_path: Path) -> Non
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
-def test_what_is_installed_needs_no_source_tree(clean: Path, tmp_path: Path) -> None:
+def test_the_installed_package_needs_no_source_tree(clean: Path, tmp_path: Path) -> None:
     code = "import primad, halda; from primad.cli.main import main; print(primad.__file__, halda.__file__)"
     for file in run(next(clean.glob("python*")), "-c", code, cwd=tmp_path, env=outside()).split():
         assert Path(file).is_relative_to(clean.parent), file
 
 
-def test_the_program_starts_and_finds_what_lies_in_the_package(clean: Path, tmp_path: Path) -> None:
+def test_the_program_starts_and_finds_the_files_of_its_package(clean: Path, tmp_path: Path) -> None:
     program = shutil.which("primad", path=str(clean))
     assert program is not None
     environment = outside(PRIMAD_HOME=str(tmp_path / "home"))

@@ -58,18 +58,18 @@ def test_a_wheel_for_another_processor_is_refused_with_the_reason(tmp_path: Path
     assert why in printed
 
 
-def test_a_wheel_that_fits_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_wheel_that_fits_lists_the_features_it_needs(tmp_path: Path) -> None:
     known = "sse3" if ELSEWHERE == "sve" else "neon"
     fits = wheel(tmp_path, base="", cpu=f"int ggml_cpu_has_{known}(void) {{ return 1; }}")
     assert asked(fits) == (0, f"{known.upper()}\n", "")
 
 
-def test_a_wheel_that_chooses_by_itself_is_not_asked(tmp_path: Path) -> None:
+def test_a_wheel_with_runtime_dispatch_is_not_checked(tmp_path: Path) -> None:
     code, _, printed = asked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
     assert (code, printed) == (0, "")
 
 
-def test_what_is_no_wheel_is_named_so(tmp_path: Path) -> None:
+def test_an_invalid_wheel_is_named(tmp_path: Path) -> None:
     path = tmp_path / "llama_cpp_python-1.2.3-py3-none-any.whl"
     path.write_bytes(b"wheel")
     code, _, printed = asked(path)

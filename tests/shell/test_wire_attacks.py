@@ -38,7 +38,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_garbage_is_heard_by_nobody_and_disturbs_nobody(data: bytes):
+async def test_garbage_reaches_nobody_and_disturbs_nobody(data: bytes):
     async with house() as here:
         _, writer = await raw(here.port)
         writer.write(data)
@@ -149,7 +149,7 @@ async def test_a_recorded_conversation_is_worth_nothing():
         await here.serves_its_friend()
 
 
-async def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
+async def test_messages_altered_on_the_way_to_the_server_are_dropped():
     async with house() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
@@ -163,7 +163,7 @@ async def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
         await here.serves_its_friend()
 
 
-async def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
+async def test_messages_altered_on_the_way_from_the_server_are_dropped():
     async with house() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
@@ -180,7 +180,7 @@ async def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
 
 
 @pytest.mark.parametrize("place", [0, 14, 64 + 2 + 90, 64 + 2 + 190, 64 + 202 + 60, 64 + 202 + 250])
-async def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place: int):
+async def test_a_handshake_altered_on_the_way_to_the_server_fails(place: int):
     async with house() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_up = place
@@ -195,7 +195,7 @@ async def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place
 
 
 @pytest.mark.parametrize("place", [14, 64 + 60, 64 + 170 + 20])
-async def test_a_handshake_that_was_changed_on_the_way_down_comes_to_nothing(place: int):
+async def test_a_handshake_altered_on_the_way_from_the_server_fails(place: int):
     async with house() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_down = place

@@ -279,7 +279,7 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
-async def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_ends(lab, monkeypatch):
+async def test_a_service_manager_is_notified_that_a_worker_is_ready_alive_and_stopping(lab, monkeypatch):
     async def once(ear: socket.socket) -> None:
         async with lab():
             assert await asyncio.to_thread(manager.hear, ear, "READY=1") == "READY=1\nSTATUS=waiting for a head"
@@ -295,7 +295,7 @@ async def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_en
 # ---- pairing while it runs ------------------------------------------------------------------------------------------
 
 
-async def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
+async def test_a_code_from_its_owner_pairs_a_running_worker(lab):
     async with lab() as lap:
         code, paired = new_code(), list[TrustedDevice]()
         den = Who(device="den", key=STRANGER.public, cluster=lap.daemon._config.cluster, version="0.1.0")
@@ -335,7 +335,7 @@ async def test_a_relay_follows_the_head_of_the_lease_through_its_restart_until_i
         assert relay.heads == [("desk", 1), ("desk", 2), None]
 
 
-async def test_a_head_knocks_says_hello_and_gives_work(lab):
+async def test_a_head_probes_says_hello_and_sends_work(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
@@ -353,7 +353,7 @@ async def test_a_head_knocks_says_hello_and_gives_work(lab):
         assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
 
 
-async def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_done(lab):
+async def test_a_device_under_measurement_replies_at_once_and_accepts_a_head_afterwards(lab):
     async with lab(is_new=True) as lap:
         desk = lap.head()
         await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
@@ -366,7 +366,7 @@ async def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_i
         assert (await desk.takes()).profile.device == "lap"
 
 
-async def test_a_device_that_was_measured_better_tells_its_head(lab):
+async def test_a_device_with_corrected_figures_notifies_its_head(lab):
     async with lab() as lap:
         desk = lap.head()
         welcome = await desk.takes()
@@ -378,7 +378,7 @@ async def test_a_device_that_was_measured_better_tells_its_head(lab):
         await desk.loads(a_load(1))
 
 
-async def test_a_device_that_is_measured_better_without_a_head_keeps_it_for_the_next(lab):
+async def test_figures_corrected_without_a_head_are_kept_for_the_next_one(lab):
     async with lab() as lap:
         better = dataclasses.replace(PROFILE, device="lap", ram_read_bytes_per_s=2e10)
         lap.profile.of = lambda name: better
@@ -397,7 +397,7 @@ async def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
         assert lap.processes.all == []
 
 
-async def test_who_gives_work_without_a_hello_is_refused(lab):
+async def test_work_without_a_hello_is_refused(lab):
     async with lab() as lap:
         desk = lap.head()
         for message in (a_load(1), Release(epoch=1), Ping(status=False), Dismiss()):
@@ -405,7 +405,7 @@ async def test_who_gives_work_without_a_hello_is_refused(lab):
             assert (await desk.hear(Refused)).reason.endswith("say hello first")
 
 
-async def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
+async def test_a_returning_head_takes_over_and_finds_its_layers_loaded(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes(session=1)
@@ -431,7 +431,7 @@ async def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab
         await lap.head("tower", TOWER).takes()
 
 
-async def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
+async def test_a_dead_ring_process_is_reported_and_the_daemon_continues(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes()
@@ -469,7 +469,7 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
 
 
 @pytest.mark.parametrize("way", ["there", "back"])
-async def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
+async def test_messages_lost_with_a_reset_connection_are_sent_again(lab, way):
     """``Load`` and ``Link`` on their way to the worker, their outcome on its way back."""
     async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
         part = Stage(link, a_load(1), lambda *_: None)
@@ -492,7 +492,7 @@ async def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
         assert not part.broken.done()
 
 
-async def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
+async def test_a_break_lost_with_a_reset_connection_is_sent_again(lab):
     async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
         part = Stage(link, a_load(1), lambda *_: None)
         await part.load()
@@ -507,7 +507,7 @@ async def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
         assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
 
 
-async def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
+async def test_a_release_lost_with_a_reset_connection_is_sent_again(lab, monkeypatch):
     async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
         part = Stage(link, a_load(1), lambda *_: None)
         await part.load()
@@ -532,7 +532,7 @@ async def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab,
         assert lap.daemon._stages.standing.epochs == [2]
 
 
-async def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
+async def test_a_ping_with_an_old_revision_gets_the_states_and_others_do_not(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes()
@@ -548,7 +548,7 @@ async def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(l
         assert await desk.next() == Pong(10, now)
 
 
-async def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(lab):
+async def test_a_head_that_says_hello_again_gets_no_earlier_states(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes(session=1)
@@ -564,7 +564,7 @@ async def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(la
 # ---- trust ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stranger_gets_no_answer(lab):
+async def test_a_stranger_gets_no_reply(lab):
     async with lab() as lap:
         stranger = lap.head("stranger", STRANGER)
         await stranger.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
@@ -573,7 +573,7 @@ async def test_a_stranger_gets_no_answer(lab):
         await lap.head().takes()
 
 
-async def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(lab):
+async def test_a_revoked_key_is_refused_at_once_on_an_open_connection(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes(gone_after_s=SILENCE_S)
@@ -594,7 +594,7 @@ async def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_sta
 
 
 @pytest.mark.parametrize(("protocol", "oldest", "fits"), [(5, 4, True), (4, 3, True), (6, 5, True), (3, 2, False)])
-async def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(lab, protocol, oldest, fits):
+async def test_a_head_of_another_version_gets_a_reply_and_the_owner_learns_of_a_gap(lab, protocol, oldest, fits):
     async with lab(versions=Versions(primad="1", protocol=5, oldest=4)) as lap:
         desk = lap.head()
         await desk.report_line(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
@@ -606,7 +606,7 @@ async def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_o
             assert "desk runs primad 0.0.7 (protocol 3), lap runs" in refused[0]
 
 
-async def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
+async def test_a_head_with_another_llama_cpp_is_reported_to_the_owner(lab):
     async with lab() as lap:
         desk = lap.head()
         hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
@@ -641,7 +641,7 @@ async def test_a_pause_hands_over_first_then_unloads(lab):
         await lap.processes.all[0].ended()
 
 
-async def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
+async def test_a_leaving_worker_continues_until_it_is_dismissed(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes()
@@ -721,7 +721,7 @@ async def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, 
         await asyncio.wait([lap.running])
 
 
-async def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(lab):
+async def test_a_worker_that_ends_during_a_pause_leaves_no_task(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes()
@@ -733,7 +733,7 @@ async def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(la
         assert not [task for task in asyncio.all_tasks() if "_stand_down" in str(task.get_coro())]
 
 
-async def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
+async def test_a_leaving_worker_does_not_wait_for_a_vanished_head(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes(gone_after_s=SILENCE_S)
@@ -763,9 +763,7 @@ async def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, mo
         lap.running = asyncio.create_task(asyncio.sleep(0))
 
 
-async def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(
-    lab, monkeypatch
-):
+async def test_a_link_local_address_from_the_head_gets_the_local_scope_and_is_returned_without(lab, monkeypatch):
     measured: list[list[str]] = []
 
     async def measure(_: object, __: object, source: str, targets: list[Contact], **___: object) -> list[LinkProfile]:
@@ -793,7 +791,7 @@ async def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope
         assert await process.reported(Connect) == Connect(way, TOWER.public, TOWER.public)
 
 
-async def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothing(lab):
+async def test_messages_of_an_abandoned_connection_are_ignored(lab):
     async with lab() as lap:
         before, after = lap.head(), lap.head()
         await before.takes()
@@ -808,7 +806,7 @@ async def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothi
         assert lap.processes.alive == []
 
 
-async def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
+async def test_the_latest_connection_of_a_session_counts(lab):
     async with lab() as lap:
         before, after = lap.head(), lap.head()
         await before.takes()
@@ -821,7 +819,7 @@ async def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
         assert await after.hear(Pong) == Pong(2, 0)
 
 
-async def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
+async def test_a_repeated_measurement_request_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
     begun = []
 
     async def without_end(*arguments: object, **_: object) -> list[LinkProfile]:
@@ -841,7 +839,7 @@ async def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_
             assert len(begun) == count
 
 
-async def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
+async def test_a_worker_that_cannot_announce_itself_still_waits_for_heads(lab, monkeypatch):
     class Mute:
         def __init__(self, *_: object, **__: object) -> None:
             """mDNS works at first."""
@@ -880,7 +878,7 @@ def hold(number: int, *blocks: KvBlock, sources: list[Contact] | None = None) ->
     )
 
 
-async def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
+async def test_kv_blocks_are_held_for_a_head_until_it_forgets_them(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes()
@@ -896,7 +894,7 @@ async def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-async def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_cache):
+async def test_without_its_head_only_a_cache_keeps_kv_blocks(lab, tmp_path, has_cache):
     async with lab() as lap:
         if has_cache:
             lap.daemon._held.store.limit_bytes = 1 << 20

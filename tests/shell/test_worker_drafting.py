@@ -109,7 +109,7 @@ async def drafted_by_file(path: Path, log: Path) -> Drafted:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-async def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs_it(tmp_path, tied):
+async def test_a_worker_drafts_from_layer_files_as_from_a_model_file_until_released(tmp_path, tied):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, tied=tied)
     expected = await drafted_by_file(path, tmp_path / "log")
@@ -137,7 +137,7 @@ async def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody
     assert not list(worker.place.run.glob("window-*"))
 
 
-async def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
+async def test_the_head_is_notified_if_a_draft_model_cannot_load_or_ends(tmp_path):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2)
     cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
@@ -177,7 +177,7 @@ async def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, 
     assert "do not fit the 999 B that are free there" in gone.error
 
 
-def test_a_model_that_is_not_whole_is_refused_before_anything_is_fetched(tmp_path):
+def test_an_incomplete_draft_model_is_refused_before_fetching(tmp_path):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2)
     cutter = ModelCutter(open_model(path))
@@ -260,9 +260,7 @@ class Elsewhere:
             running.cancel()
 
 
-async def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_device_is_lost(
-    tmp_path, monkeypatch
-):
+async def test_a_head_forwards_nonempty_drafts_and_drafts_itself_while_the_device_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
     head = Elsewhere(tmp_path / "small.gguf")
     drafts = head.drafts
@@ -286,7 +284,7 @@ async def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_t
     assert head.printed == ["lap does not draft: its primad ended; this device does"]
 
 
-async def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
+async def test_a_device_paused_by_the_owner_of_the_head_does_not_draft_until_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
     monkeypatch.setattr("primad.head.rings.drafting.TRY_S", (0.0, 0.0))
     head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)

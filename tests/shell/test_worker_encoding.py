@@ -147,9 +147,7 @@ def parts(monkeypatch):
         monkeypatch.setattr(f"{module}.PICTURE_CHUNK_BYTES", 1 << 11)
 
 
-async def test_a_worker_with_the_file_and_a_model_without_weights_makes_the_rows_of_the_head_bit_for_bit(
-    tmp_path, parts
-):
+async def test_a_worker_with_the_encoder_and_a_weightless_model_computes_the_heads_embeddings_exactly(tmp_path, parts):
     async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
         await home.get_ready()
         assert (home.pictures.encoded, home.pictures.encoded_elsewhere) == (1, 0), (
@@ -183,7 +181,7 @@ async def test_a_worker_encodes_for_several_models_at_once(tmp_path, monkeypatch
         assert home.remote.device is None
 
 
-async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
+async def test_the_head_encodes_a_picture_that_a_worker_cannot_finish(tmp_path):
     async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
         for fault in ("killed", "lost", "stopped"):
             home.remote._failed = None
@@ -211,7 +209,7 @@ async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
             assert home.remote.device is None
 
 
-async def test_a_picture_that_was_begun_holds_up_no_end_and_another_plan_leaves_nothing_on_the_worker(tmp_path):
+async def test_a_picture_in_progress_delays_no_end_and_another_plan_leaves_nothing_on_the_worker(tmp_path):
     async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
         await home.get_ready()
         await home.remote.follow_plan()
@@ -228,7 +226,7 @@ async def test_a_picture_that_was_begun_holds_up_no_end_and_another_plan_leaves_
         assert home.printed == ["lap encodes pictures"]
 
 
-async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_picture(tmp_path, monkeypatch):
+async def test_a_worker_without_the_file_or_a_reply_costs_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.remote_encoder.REPLY_S", 0.0)
     async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
         for is_mute in (False, True):
@@ -240,7 +238,7 @@ async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_pictu
         assert home.pictures.encoded == 2
 
 
-async def test_an_encoder_that_hangs_is_waited_for_as_its_pictures_take_and_not_as_any_may(tmp_path, monkeypatch):
+async def test_the_wait_for_a_hanging_encoder_follows_the_measured_time_of_its_pictures(tmp_path, monkeypatch):
     async with asyncio.timeout(PATIENCE_S / 2), Home(tmp_path) as home:
         home.picture_s = 1e-6
         await home.get_ready()
@@ -310,7 +308,7 @@ GOOD = EncodedPicture(digest="d", encoder="e", runs=(TokenRun((1,)), RUN))
         (RUN, replace(RUN, content=2 * RUN.content)),
     ],
 )
-def test_rows_that_are_none_of_the_models_are_refused(runs):
+def test_embeddings_that_do_not_fit_the_model_are_refused(runs):
     check_encoded(GOOD, "d", width=8, vocabulary=9)
     check_encoded(replace(GOOD, runs=(replace(RUN, content=2 * RUN.content),)), "d", width=8, vocabulary=9)
     with pytest.raises(ProtocolError):

@@ -30,7 +30,7 @@ __all__ = ["lab"]
 SELDOM = Timings(worker=WorkerTimings(report_every_s=1000.0))
 
 
-async def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
+async def test_endless_lists_of_devices_leave_room_for_the_owner(lab):
     async with lab() as lap:
         head = lap.head()
         await head.takes()
@@ -45,7 +45,7 @@ async def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
         assert (len(lap.trust.entries()), lap.trust.lost()) == (2, [])
 
 
-async def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
+async def test_a_worker_joins_a_limited_number_of_rings(lab, monkeypatch):
     async def nothing_changed(*_: object) -> None:
         return None
 
@@ -63,7 +63,7 @@ async def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
         await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in the place of the released one
 
 
-async def test_devices_of_another_version_fill_no_terminal(lab):
+async def test_devices_of_another_version_do_not_flood_the_terminal(lab):
     async with lab(timings=SELDOM) as lap:
         head = lap.head()
         for _ in range(50):
@@ -75,7 +75,7 @@ async def test_devices_of_another_version_fill_no_terminal(lab):
         await head.hear(Probed)
 
 
-async def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
+async def test_endless_hellos_of_a_head_do_not_flood_the_terminal(lab):
     async with lab(timings=SELDOM) as lap:
         head = lap.head()
         for session in range(50):
@@ -83,7 +83,7 @@ async def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
         assert sum(line == "head desk is here" for line in lap.printed) == 1
 
 
-async def test_echoes_are_answered_with_what_was_asked_for(lab):
+async def test_echoes_have_the_requested_size(lab):
     async with lab() as lap:
         head = lap.head()
         for size in ECHO_BYTES:
@@ -91,7 +91,7 @@ async def test_echoes_are_answered_with_what_was_asked_for(lab):
             assert (await head.hear(Echoed)).payload == bytes(size)
 
 
-def test_links_are_measured_with_answers_that_there_are():
+def test_links_are_measured_with_supported_echo_sizes():
     assert {linkprobe._ROW_BYTES, linkprobe._WIDE_ROW_BYTES, linkprobe._LARGE_BYTES, linkprobe.MAX_ECHO_BYTES} < set(
         ECHO_BYTES
     )

@@ -141,7 +141,7 @@ def state(
 # ---- addresses, keys and versions -----------------------------------------------------------------------------------
 
 
-async def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
+async def test_the_first_address_that_replies_is_used_and_others_are_dropped():
     """One refuses, one is invalid, one belongs to another device, one accepts and stays silent; one works."""
     async with gated() as context:
         right, wrong = FakeDevice(context, "right"), FakeDevice(context, "wrong")
@@ -154,7 +154,7 @@ async def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
         end.close()
 
 
-async def test_the_fastest_of_two_addresses_is_taken():
+async def test_the_fastest_of_two_addresses_is_used():
     async with gated() as context:
         keys = new_identity()
         slow, fast = FakeDevice(context, "nas", identity=keys), FakeDevice(context, "nas", identity=keys)
@@ -165,7 +165,7 @@ async def test_the_fastest_of_two_addresses_is_taken():
             end.close()
 
 
-async def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
+async def test_a_device_may_have_any_of_the_trusted_keys():
     async with gated() as context:
         device = FakeDevice(context, "nas")
         end, _ = await probe(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
@@ -173,7 +173,7 @@ async def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
         end.close()
 
 
-async def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do():
+async def test_a_refusal_of_our_key_is_reported_at_once_with_the_remedy():
     async with gated(lambda key: key != HEAD.public) as context:
         device = FakeDevice(context, "nas")
         printed = rf"^the device at 127\.0\.0\.1:{device.port} does not let this one in: .*'primad pair'"
@@ -182,7 +182,7 @@ async def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do(
         assert device.knocks == 0
 
 
-async def test_what_a_device_says_at_two_addresses_is_said_once():
+async def test_the_same_reply_at_two_addresses_is_reported_once():
     async with gated(lambda key: key != HEAD.public) as context:
         keys = new_identity()
         ports = sorted(str(FakeDevice(context, "nas", identity=keys).port) for _ in range(2))
@@ -194,7 +194,7 @@ async def test_what_a_device_says_at_two_addresses_is_said_once():
         assert str(refused.value).count("pair the two again") == 1
 
 
-async def test_a_device_that_talks_of_other_things_is_given_up():
+async def test_a_device_that_sends_only_unrelated_messages_is_given_up():
     async def chatter(end: WorkerEnd) -> None:
         peer, _, _ = await end.receive()
         while True:
@@ -216,7 +216,7 @@ async def test_a_device_that_talks_of_other_things_is_given_up():
         end.close()
 
 
-async def test_without_a_key_or_an_address_the_error_says_what_to_do():
+async def test_without_a_key_or_an_address_the_error_has_the_remedy():
     async with gated() as context:
         with pytest.raises(ClusterError, match="no device is trusted yet; pair it with 'primad join --code'"):
             await probe(caller(context), [(HOST, 1)], [])
@@ -226,7 +226,7 @@ async def test_without_a_key_or_an_address_the_error_says_what_to_do():
             await probe(caller(context), [("no address", 1)], [KEY])
 
 
-async def test_knocking_that_is_cancelled_leaves_no_socket():
+async def test_a_cancelled_probe_leaves_no_socket():
     async with gated() as context:
         device = FakeDevice(context, "nas")
         device.silent = True
@@ -258,14 +258,14 @@ async def test_a_version_gap_is_named_with_both_versions(ours, theirs, fits):
 # ---- greeting -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
+async def test_a_greeting_introduces_the_head_and_is_answered_with_a_profile():
     async with greeted() as (device, _, link):
         assert (link.name, link.key, link.build, link.layer_port) == ("nas", device.key, "a build", 7771)
         (hello,) = device.hellos
         assert (hello.device, hello.session, hello.build, hello.gone_after_s) == ("desk", 7, "b", 4.0)
 
 
-async def test_who_refuses_or_does_not_answer_is_one_clear_error():
+async def test_a_refusal_or_a_missing_reply_is_one_clear_error():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         device.refuses = "nas works for the head tower"
@@ -278,7 +278,7 @@ async def test_who_refuses_or_does_not_answer_is_one_clear_error():
         assert heard.gone == []
 
 
-async def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence():
+async def test_an_impossible_profile_is_refused_as_such_and_not_as_silence():
     async with gated() as context:
         device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
@@ -286,7 +286,7 @@ async def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence()
             await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
 
 
-async def test_what_it_says_to_an_earlier_session_is_passed_over():
+async def test_messages_to_an_earlier_session_are_ignored():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
@@ -299,7 +299,7 @@ async def test_what_it_says_to_an_earlier_session_is_passed_over():
 # ---- the end of a link ----------------------------------------------------------------------------------------------
 
 
-async def test_every_answer_is_a_sign_of_life():
+async def test_every_reply_is_a_sign_of_life():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         link = await link_to(context, device, heard)
@@ -310,7 +310,7 @@ async def test_every_answer_is_a_sign_of_life():
         assert heard.gone == []
 
 
-async def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
+async def test_a_lost_device_is_reported_once_and_all_its_stages_end():
     async with greeted() as (device, heard, link):
         parts = [Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
         for _ in range(3):
@@ -331,7 +331,7 @@ async def test_a_process_that_ends_is_lost_before_it_is_missed():
         assert await heard.wait_lost() == "its primad ended"
 
 
-async def test_a_device_that_leaves_says_so():
+async def test_a_leaving_device_notifies_the_head():
     async with greeted() as (device, heard, link):
         await device.notify(Leaving("its owner ended it"))
         while not heard.left:
@@ -342,7 +342,7 @@ async def test_a_device_that_leaves_says_so():
         await device.hear(Dismiss)
 
 
-async def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
+async def test_a_closed_link_reports_nothing_and_releases_silently():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         link = await link_to(context, device, heard)
@@ -357,7 +357,7 @@ async def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
         assert not part.broken.done()
 
 
-async def test_a_device_that_takes_nothing_is_not_waited_for_long():
+async def test_the_wait_for_a_device_that_accepts_nothing_is_short():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         link = await link_to(context, device, heard, answer_timeout_s=0.2)
@@ -370,7 +370,7 @@ async def test_a_device_that_takes_nothing_is_not_waited_for_long():
         link.close()
 
 
-async def test_whom_the_head_trusts_is_introduced():
+async def test_devices_that_the_head_trusts_are_introduced():
     async with greeted() as (device, _, link):
         await link.introduce([("lap", KEY)], {OTHER_KEY})
         assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
@@ -395,7 +395,7 @@ STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_b
     ],
     ids=["what it says", "less than it had", "nothing"],
 )
-async def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, available, left):
+async def test_a_device_short_of_memory_has_less_for_the_next_plan(needed, available, left):
     async with greeted() as (device, heard, link):
         before = link.profile
         part = Stage(link, a_load(3), lambda *_: None)
@@ -412,7 +412,7 @@ async def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(neede
 @pytest.mark.parametrize(
     ("available", "left"), [(3 << 30, 3 << 30), (1 << 40, None)], ids=["what it says", "more than there is"]
 )
-async def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
+async def test_a_device_with_room_again_has_more_for_the_next_plan(available, left):
     async with greeted() as (device, heard, link):
         part, before = Stage(link, a_load(3), lambda *_: None), link.profile
         await device.notify(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
@@ -427,7 +427,7 @@ async def test_a_device_that_has_room_again_has_more_for_the_next_plan(available
         assert not part.broken.done()
 
 
-async def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
+async def test_corrected_figures_of_a_device_are_used_from_then_on():
     async with greeted() as (device, heard, link):
         before = link.profile
         await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # the speeds are the same
@@ -451,7 +451,7 @@ async def test_a_device_that_was_measured_better_is_planned_with_that_from_then_
         assert link.profile == reported, "what is free of RAM and disk is told as ever"
 
 
-async def test_a_part_hears_of_its_own_epoch_only():
+async def test_a_stage_gets_only_states_of_its_own_epoch():
     async with greeted() as (device, _, link):
         progress: list[tuple[str, int]] = []
         part = Stage(link, a_load(3), lambda name, each: progress.append((name, each.done)))
@@ -476,7 +476,7 @@ async def test_a_part_hears_of_its_own_epoch_only():
 
 
 @pytest.mark.parametrize("fault", get_args(Fault))
-async def test_a_part_that_breaks_says_whose_fault_it_was(fault):
+async def test_a_broken_stage_reports_the_kind_of_fault(fault):
     async with greeted() as (device, heard, link):
         part = Stage(link, a_load(3), lambda *_: None)
         device.stand(state(3, broken="it went wrong", fault=fault))
@@ -486,7 +486,7 @@ async def test_a_part_that_breaks_says_whose_fault_it_was(fault):
         assert heard.gone == [], "the device itself is fine"
 
 
-async def test_a_part_that_was_released_hears_nothing_more():
+async def test_a_released_stage_gets_no_more_states():
     async with greeted() as (device, _, link):
         part, following = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
         await part.release()
@@ -495,7 +495,7 @@ async def test_a_part_that_was_released_hears_nothing_more():
         assert not part.broken.done()
 
 
-async def test_a_status_is_asked_for_and_the_answer_is_new():
+async def test_a_status_request_gets_a_fresh_reply():
     async with greeted() as (device, _, link):
         part = Stage(link, a_load(3), lambda *_: None)
         for size in (1, 2):
@@ -552,7 +552,7 @@ async def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_m
         await device.leave()
 
 
-async def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_asked_once():
+async def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_sent_one_load():
     async with greeted() as (device, _, link):
         part = Stage(link, a_load(3), lambda *_: None)
         await part.load()
@@ -562,7 +562,7 @@ async def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_asked_once():
         assert device.heard.qsize() == 1
 
 
-async def test_a_break_that_was_lost_is_heard_with_the_next_ping():
+async def test_a_lost_break_arrives_with_the_next_ping():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         device.loses_states = True
@@ -579,7 +579,7 @@ async def test_a_break_that_was_lost_is_heard_with_the_next_ping():
         link.close()
 
 
-async def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way():
+async def test_a_request_of_the_head_is_not_considered_lost_by_states_already_on_their_way():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         device.loses_states = True
@@ -598,7 +598,7 @@ async def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their
         link.close()
 
 
-async def test_states_that_later_ones_overtook_are_passed_over():
+async def test_states_overtaken_by_later_ones_are_ignored():
     async with greeted() as (device, _, link):
         part = Stage(link, a_load(3), lambda *_: None)
         device.stand(state())
@@ -610,7 +610,7 @@ async def test_states_that_later_ones_overtook_are_passed_over():
         assert not part.broken.done()
 
 
-async def test_a_part_that_is_gone_after_it_was_loaded_is_over():
+async def test_a_stage_that_vanishes_after_loading_is_over():
     async with gated() as context:
         device, heard = FakeDevice(context, "nas"), Heard()
         device.stand(state(loaded=True))
@@ -680,7 +680,7 @@ async def test_a_measurement_may_be_cancelled():
         link.close()
 
 
-async def test_at_which_address_others_reach_it_is_not_for_a_device_to_say():
+async def test_a_device_cannot_choose_the_address_at_which_others_reach_it():
     async with greeted() as (device, _, link):
         device.measures = False
         told = [

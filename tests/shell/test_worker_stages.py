@@ -195,7 +195,7 @@ def worker(processes, tmp_path) -> Callable[..., AsyncIterator[Worker]]:
     return make
 
 
-async def test_a_part_is_loaded_linked_and_told(worker, processes):
+async def test_a_stage_is_loaded_linked_and_reported(worker, processes):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         opening = await process.reported(Open)
@@ -210,7 +210,7 @@ async def test_a_part_is_loaded_linked_and_told(worker, processes):
         assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
 
 
-async def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
+async def test_a_loaded_process_stays_loaded_and_serves_the_same_windows_again(worker, processes):
     """Another epoch, another head, another place in the route: nothing is loaded again."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
@@ -239,7 +239,7 @@ async def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(wo
     ],
     ids=str,
 )
-async def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, processes, changes):
+async def test_a_parked_process_ends_before_other_windows_are_loaded(worker, processes, changes):
     async with worker() as lap:
         first = await lap.serve(a_load(1))
         await lap.parts.release(1)
@@ -249,14 +249,14 @@ async def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, pro
         assert processes.alive == [second]
 
 
-async def test_what_is_kept_is_ended_after_a_while(worker, processes):
+async def test_a_parked_process_expires(worker, processes):
     async with worker(keep_loaded=0.05) as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
         await process.ended()
 
 
-async def test_what_serves_again_does_not_expire(worker, monkeypatch):
+async def test_a_parked_process_that_serves_again_does_not_expire(worker, monkeypatch):
     async with worker(keep_loaded=PATIENCE_S / 4) as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
@@ -268,14 +268,14 @@ async def test_what_serves_again_does_not_expire(worker, monkeypatch):
             await asyncio.wait_for(process.ended(), 0.2)
 
 
-async def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
+async def test_no_process_is_parked_if_the_owner_forbids_it(worker):
     async with worker(keep_loaded=0) as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
         await process.ended()
 
 
-async def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
+async def test_a_parked_process_ends_even_if_nobody_awaits_its_end(worker):
     """This happens when the daemon ends while its owner's pause takes effect."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
@@ -295,7 +295,7 @@ async def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker
         may_end.set()
 
 
-async def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
+async def test_two_epochs_run_side_by_side_and_the_latest_to_end_stays_parked(worker, processes):
     async with worker() as lap:
         first = await lap.serve(a_load(1))
         second = await lap.serve(a_load(2, first=5))
@@ -315,7 +315,7 @@ async def test_the_same_windows_in_the_shadow_are_a_second_process(worker, proce
         assert first is not second
 
 
-async def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_kept(worker, processes):
+async def test_a_ring_process_that_dies_while_serving_is_a_ring_fault_and_is_not_parked(worker, processes):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         process.die("the ring process was ended by SIGABRT: llama.cpp said something")
@@ -328,7 +328,7 @@ async def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_i
         assert len(lap.broken()) == 1
 
 
-async def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
+async def test_a_ring_process_that_dies_while_parked_is_not_used_again(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
@@ -339,7 +339,7 @@ async def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worke
         assert lap.broken() == set(), "nobody used it"
 
 
-async def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, processes):
+async def test_a_ring_process_that_dies_while_loading_is_a_load_fault(worker, processes):
     async with worker() as lap:
         processes.holds_back = True
         await lap.parts.start(a_load(1), PROFILE)
@@ -351,7 +351,7 @@ async def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(wor
         await process.ended()
 
 
-async def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes):
+async def test_a_stage_released_while_loading_leaves_nothing(worker, processes):
     async with worker() as lap:
         processes.holds_back = True
         await lap.parts.start(a_load(1), PROFILE)
@@ -362,7 +362,7 @@ async def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, pro
         assert lap.broken() == set()
 
 
-async def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
+async def test_a_stage_released_while_its_files_are_placed_leaves_no_files(worker, monkeypatch):
     placing, placed = threading.Event(), threading.Event()
 
     def place(place: Workspace, specs: list[WindowSpec], *_: object) -> list[WindowSource]:
@@ -382,7 +382,7 @@ async def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(wo
         assert list(lap.place.run.iterdir()) == []
 
 
-async def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
+async def test_the_release_of_a_stage_does_not_wait_for_its_disk_work(worker, processes, monkeypatch):
     """A waiting worker would not hear its head, and be taken for gone."""
     reading, read = threading.Event(), threading.Event()
 
@@ -406,7 +406,7 @@ async def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_re
         assert processes.all == []
 
 
-async def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(worker, processes):
+async def test_events_of_a_past_epoch_do_not_affect_the_next(worker, processes):
     """It was on its way when the process was asked to reopen."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
@@ -422,7 +422,7 @@ async def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_ne
         assert processes.all == [process]
 
 
-async def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
+async def test_an_internal_error_is_reported_to_the_head(worker, monkeypatch):
     def place(*_: object) -> list[WindowSource]:
         raise RuntimeError("dictionary changed size during iteration")
 
@@ -439,7 +439,9 @@ async def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part
     [(DiskError("the disk is full"), "disk"), (ClusterError("desk gives no layers"), "fetch")],
     ids=["disk full", "no source"],
 )
-async def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, processes, monkeypatch, error, fault):
+async def test_layers_that_do_not_arrive_are_reported_with_the_kind_of_fault(
+    worker, processes, monkeypatch, error, fault
+):
     async def fetch(*_: object, **__: object) -> None:
         raise error
 
@@ -469,7 +471,7 @@ async def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
         )
 
 
-async def test_progress_of_fetching_is_told(worker, monkeypatch):
+async def test_progress_of_fetching_is_reported(worker, monkeypatch):
     async def fetch(transfers, sources, refs, cache, arrived) -> None:
         assert sources == [SOURCE]
         arrived(400)
@@ -528,7 +530,7 @@ async def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, proc
         assert not any(state.loaded for state in lap.states())
 
 
-async def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes, monkeypatch):
+async def test_a_parked_process_with_damaged_files_is_loaded_again(worker, processes, monkeypatch):
     async def fetch(*_: object, **__: object) -> None:
         put_layer(lap_place[0])
 
@@ -559,9 +561,7 @@ async def break_with(lap: Worker, epoch: int, load: Load, error: WeightsError) -
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-async def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_again(
-    worker, processes, monkeypatch, is_named
-):
+async def test_unreadable_weights_are_checked_before_they_are_loaded_again(worker, processes, monkeypatch, is_named):
     fetched: list[LayerRef] = []
     async with worker() as lap:
 
@@ -585,7 +585,7 @@ async def test_weights_that_could_not_be_read_are_looked_at_before_they_are_load
         assert fetched == [ref]
 
 
-async def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_named(worker):
+async def test_a_truncated_file_is_named_even_if_the_process_could_not(worker):
     async with worker() as lap:
         ref = put_layer(lap.place)
         path = lap.place.cache.path(ref.digest)
@@ -595,13 +595,13 @@ async def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_i
         assert (await lap.breaks()).error == f"SIGBUS: {path}"
 
 
-async def test_a_disk_that_fails_twice_at_one_file_is_what_is_at_fault(worker):
+async def test_a_disk_that_fails_twice_at_one_file_is_at_fault(worker):
     async with worker() as lap:
         faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
         assert faults == ["ring", "disk", "disk"]
 
 
-async def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worker):
+async def test_a_disk_that_fails_at_several_files_in_turn_is_at_fault(worker):
     async with worker() as lap:
         errors = [unreadable(name) for name in "abcd"]
         faults = [
@@ -616,7 +616,7 @@ async def test_a_disk_that_failed_long_ago_is_forgiven(worker):
         assert faults == ["ring", "ring", "ring"]
 
 
-async def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, monkeypatch):
+async def test_invalid_metadata_never_reaches_llama_cpp(worker, processes, monkeypatch):
     def read(_: Path) -> None:
         raise ModelError("window.gguf: is not a GGUF file")
 
@@ -627,7 +627,7 @@ async def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processe
         assert processes.all == []
 
 
-async def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
+async def test_a_status_is_forwarded_with_the_daemons_own_memory(worker):
     async with worker() as lap:
         await lap.serve(a_load(1))
         await lap.parts.report()
@@ -636,7 +636,7 @@ async def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
         assert status.daemon_rss_bytes > 1 << 20
 
 
-async def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
+async def test_a_lack_of_memory_is_reported_with_the_memory_for_the_next_plan(worker, monkeypatch):
     """The room next to the ring process, which continues until the next one is loaded."""
     async with worker() as lap:
         process = await lap.serve(a_load(1))
@@ -653,7 +653,7 @@ async def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeyp
         await process.ended()  # parked processes use memory as well
 
 
-async def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
+async def test_layers_on_a_gpu_whose_memory_others_need_are_released_at_once_without_fault(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1, assignment=in_memory(2, 4, gpu_layers=2)))
         process.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
@@ -665,7 +665,7 @@ async def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_n
         await process.ended()  # it is not parked
 
 
-async def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):
+async def test_a_ring_process_is_not_parked_while_another_lacks_its_gpu_memory(worker):
     async with worker() as lap:
         on_gpu = in_memory(2, 4, gpu_layers=2)
         before = await lap.serve(a_load(1, assignment=on_gpu))
@@ -682,7 +682,7 @@ async def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_th
         assert "the GPU has room" in broken.error
 
 
-async def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
+async def test_an_invalid_step_is_reported_as_the_fault_of_the_previous_device(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         process.die(SenderError("the device before this one sent NaN"))
@@ -690,7 +690,7 @@ async def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(work
         assert broken == Broken(error="the device before this one sent NaN", fault="ring", sender=True)
 
 
-async def test_a_device_of_a_group_joins_once_says_who_failed_and_keeps_no_share(worker, processes):
+async def test_a_device_of_a_group_joins_once_names_the_failed_rank_and_parks_no_share(worker, processes):
     group, addresses = GroupRank(rank=1, devices=["desk", "lap"], key=bytes(32)), [RankAddress("192.0.2.1", 7000)]
     async with worker() as lap:
         await lap.parts.start(a_load(1, window=0, route=1, group=group), PROFILE)
@@ -719,7 +719,7 @@ async def test_a_device_of_a_group_joins_once_says_who_failed_and_keeps_no_share
     ],
     ids=["a step that nobody takes", "nonsense"],
 )
-async def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
+async def test_a_ring_that_cannot_continue_is_reported_once(worker, event, fault, error):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         process.report_line(event)
@@ -730,7 +730,7 @@ async def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error
         assert len(lap.broken()) == 1
 
 
-async def test_an_epoch_or_a_link_that_is_asked_for_again_is_there_already(worker):
+async def test_a_repeated_load_or_link_changes_nothing(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         told, revision = len(lap.reported), lap.parts.standing.revision
@@ -741,7 +741,7 @@ async def test_an_epoch_or_a_link_that_is_asked_for_again_is_there_already(worke
         assert [type(command) for command in process.commands].count(Connect) == 1
 
 
-async def test_what_nobody_knows_is_no_trouble(worker):
+async def test_commands_for_an_unknown_epoch_are_ignored(worker):
     async with worker() as lap:
         await lap.parts.release(5)
         await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)

@@ -75,7 +75,7 @@ WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
 )
 
 
-def test_the_words_of_a_head_are_all_but_two():
+def test_all_messages_but_two_are_only_for_heads():
     assert {type(message) for message in WORDS_OF_A_HEAD} | {Probe, Echo} == set(get_args(HeadMessage))
 
 
@@ -90,7 +90,7 @@ async def is_let_in(device: FakeHead) -> bool:
     return isinstance(await device.next(), Probed)
 
 
-async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_may_lead(lab):
+async def test_introduced_devices_have_the_rights_of_a_ring_as_long_as_their_head_is_trusted(lab):
     async with lab() as lap:
         desk, tower = lap.head(), lap.head("tower", TOWER)
         nas, pc = new_identity(), new_identity()
@@ -130,7 +130,7 @@ async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_h
         assert not await is_let_in(desk), "what the owner revoked nobody introduces"
 
 
-async def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_takes_it_back(lab):
+async def test_a_revoked_worker_reports_it_and_works_for_nobody_until_its_head_returns(lab):
     async with lab() as lap:
         desk, other = lap.head(), lap.head()
         neighbour = new_identity()
@@ -147,7 +147,7 @@ async def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_h
         assert (await lap.admin(Describe())).status["revoked_by"] == []
 
 
-async def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once_however_long_it_may_be_silent(
+async def test_a_head_revoked_or_demoted_by_the_owner_loses_its_rings_at_once_whatever_silence_it_may_keep(
     lab,
 ):
     """The head stays silent, so no message of it reveals that it may no longer lead."""
@@ -167,7 +167,7 @@ async def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_a
             await lap.emits("head tower went away")
 
 
-async def test_who_is_no_head_here_may_ask_who_this_is_and_measure_links_and_nothing_else(lab):
+async def test_a_device_that_is_no_head_may_only_probe_and_measure_links(lab):
     async with lab() as lap:
         desk, paired, introduced, friend = lap.head(), new_identity(), new_identity(), new_identity()
         lap.trust.add(trusted_now("pc", paired.public, BY_HAND, WORKER))

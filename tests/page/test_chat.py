@@ -23,7 +23,7 @@ HOSTILE = (
 )
 
 
-def test_what_a_model_writes_does_nothing(open_page):
+def test_text_of_a_model_is_never_executed(open_page):
     with served(answering(HOSTILE)) as url:
         page = open_page(url)
         say(page, "<b>Hello</b>")
@@ -55,7 +55,7 @@ def test_thoughts_are_folded(open_page):
         expect(page.get_by_text("Let me see.")).to_be_visible()
 
 
-def test_calls_are_shown_and_answered_by_hand(open_page):
+def test_tool_calls_are_shown_and_results_are_entered_by_hand(open_page):
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "ring"}}\n</tool_call>'
     backend = answering(call, template=HERMES)
     with served(backend) as url:
@@ -73,7 +73,7 @@ def test_calls_are_shown_and_answered_by_hand(open_page):
         expect(page.locator(".message.tool pre")).to_have_text("a circle")
 
 
-def test_an_answer_is_stopped_regenerated_edited_and_kept(open_page):
+def test_a_chat_is_stopped_regenerated_edited_and_saved(open_page):
     backend = answering("word " * 400, pause_s=0.02)
     with served(backend) as url:
         page = open_page(url)
@@ -98,7 +98,7 @@ def test_an_answer_is_stopped_regenerated_edited_and_kept(open_page):
         expect(page.locator(".message")).to_have_count(0)
 
 
-def test_a_page_that_is_closed_while_it_is_answered_keeps_the_question_and_what_was_written(open_page):
+def test_a_page_closed_during_a_response_keeps_the_question_and_the_text_so_far(open_page):
     backend = answering("word " * 400, pause_s=0.02)
     with served(backend) as url:
         page = open_page(url)
@@ -121,7 +121,7 @@ def test_a_page_that_is_closed_while_it_is_answered_keeps_the_question_and_what_
         expect(page.locator(".stats")).to_contain_text("stopped")
 
 
-def test_settings_are_asked_for_and_a_wrong_one_is_named(open_page):
+def test_settings_are_sent_and_a_wrong_one_is_named(open_page):
     backend = answering("Hi")
     with served(backend) as url:
         page = open_page(url)
@@ -138,7 +138,7 @@ def test_settings_are_asked_for_and_a_wrong_one_is_named(open_page):
         expect(page.get_by_role("alert")).to_contain_text("temperature")
 
 
-def test_a_key_is_asked_for_and_kept(open_page, serious):
+def test_an_api_key_is_requested_and_saved(open_page, serious):
     with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
         page = open_page(url)
         dialog = page.get_by_role("dialog")
@@ -155,7 +155,7 @@ def test_a_key_is_asked_for_and_kept(open_page, serious):
         expect(page.locator("#devices")).to_contain_text("Only the owner of the head can change devices")
 
 
-def test_a_hidden_tab_asks_for_nothing_until_it_is_shown(open_page):
+def test_a_hidden_tab_requests_nothing_until_it_is_shown(open_page):
     with served(answering("Hi")) as url:
         page = open_page(url)
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")

@@ -162,7 +162,7 @@ def rows_of(picture):
     return sum(run.rows for run in picture.runs if isinstance(run, EmbeddedRun))
 
 
-def test_a_picture_that_would_become_too_many_rows_is_made_smaller_and_others_stay_what_they_are(tmp_path, monkeypatch):
+def test_a_picture_with_too_many_tokens_is_scaled_down_and_others_are_unchanged(tmp_path, monkeypatch):
     files = [str(tmp_path / "encoder.gguf"), str(tmp_path / "model.gguf")]
     shape = write_model(tmp_path / "model.gguf", architecture="deepseek2")
     write_encoder(tmp_path / "encoder.gguf", "kimivl", shape.width)

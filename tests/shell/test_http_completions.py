@@ -101,7 +101,7 @@ def test_a_completion_that_streams():
     ]
 
 
-def test_an_answer_of_no_tokens():
+def test_a_response_may_have_no_tokens():
     assert post(FakeBackend(replies()), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == ""
     got = events(post(FakeBackend(replies()), CHAT, messages=HELLO, stream=True))
     assert [chunk["choices"][0]["delta"] for chunk in got[:-1]] == [{"role": "assistant", "content": ""}, {}]
@@ -120,7 +120,7 @@ def test_prompts_and_choices_run_one_after_another():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choices_are_written_at_once_where_several_answers_are(stream):
+async def test_choices_are_generated_concurrently(stream):
     all_began = asyncio.Event()
 
     def script(call):
@@ -150,14 +150,14 @@ def test_choices_that_stream_each_have_a_role_and_an_end():
 
 
 @pytest.mark.parametrize(("path", "asks"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
-def test_a_request_says_how_soon_it_is_and_may_expire_until_its_first_choice_begins(path, asks):
+def test_a_request_has_a_priority_and_may_expire_until_its_first_choice_starts(path, asks):
     backend = FakeBackend(replies("a"))
     post(backend, path, **asks, n=2, priority=-3)
     post(backend, path, **asks)
     assert [(call.priority, call.may_expire) for call in backend.calls] == [(-3, True), (-3, False), (0, True)]
 
 
-def test_max_tokens_ends_an_answer_with_length():
+def test_max_tokens_ends_a_response_with_length():
     body = post(FakeBackend(replies("abcdef")), CHAT, messages=HELLO, max_tokens=3).json()
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("abc", "length")
     assert body["usage"]["completion_tokens"] == 3
@@ -178,12 +178,12 @@ def test_a_stop_string_frees_the_sequence_at_once_and_is_never_sent(stream):
     assert backend.calls[0].sampled == 7
 
 
-def test_what_looked_like_a_stop_string_is_sent_in_the_end():
+def test_a_partial_stop_string_is_sent_at_the_end():
     body = post(FakeBackend(replies("one\nEN")), COMPLETIONS, prompt="Hi", stop="\nEND").json()
     assert body["choices"][0]["text"] == "one\nEN"
 
 
-def test_a_stop_string_counts_the_tokens_that_were_sampled():
+def test_usage_with_a_stop_string_counts_the_sampled_tokens():
     body = post(FakeBackend(replies("abEND", "x")), COMPLETIONS, prompt="Hi", stop="END").json()
     assert body["usage"]["completion_tokens"] == 5
 
@@ -275,7 +275,7 @@ def test_no_cors():
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_a_model_is_served_by_its_names_and_by_any_where_that_was_asked_for():
+def test_a_model_is_served_by_its_names_or_by_any_with_the_option():
     backend = FakeBackend(replies("x"))
     aliased, any_name = ModelNames(aliases=("gpt-4", "local")), ModelNames(any_model=True)
     listed = call(backend, "GET", "/v1/models", names=aliased).json()["data"]
@@ -296,7 +296,7 @@ def test_paths_without_v1_are_those_with_it():
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
-def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(path, body):
+def test_a_stream_reports_prompt_progress_on_request(path, body):
     def backend() -> FakeBackend:
         return FakeBackend(lambda call: [PromptProgress(request=1, tokens=1), 72], vocabulary=PLAIN)
 
@@ -310,7 +310,7 @@ def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(pat
     assert "prompt_progress" not in post(backend(), path, return_progress=True, **body).json()
 
 
-async def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
+async def test_logprobs_without_streaming_have_a_bound_that_callers_share(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_LISTED", 100)
     app = create_app(FakeBackend(replies("x" * 20)))
     asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}

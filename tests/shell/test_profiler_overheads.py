@@ -39,7 +39,7 @@ class Process:
 
 
 @pytest.mark.parametrize("wake_s", [0.0, 0.0005])
-def test_what_waking_costs_is_what_steps_take_longer_after_another_process(tmp_path, wake_s):
+def test_the_cost_of_waking_is_the_extra_time_of_steps_after_another_process(tmp_path, wake_s):
     cores = Cores(wake_s)
     found = measure_wake(tmp_path, Process(cores), Process(cores), 2, 1, Budget(0.0))
     assert found == pytest.approx(wake_s)
@@ -56,7 +56,7 @@ def test_a_child_that_ends_is_one_clear_error(tmp_path):
         measure_wake(tmp_path, Dead(cores), Process(cores), 2, 1, Budget(0.0))
 
 
-def test_a_token_costs_the_same_and_more_for_each_of_the_vocabulary():
+def test_the_cost_of_the_head_is_linear_in_the_vocabulary():
     few, many = VOCABULARIES
     assert head_costs((3e-4 + few * 1e-9, 3e-4 + many * 1e-9)) == pytest.approx((3e-4, 1e-9))
     assert min(head_costs((5e-4, 1e-4))) > 0

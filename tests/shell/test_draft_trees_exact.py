@@ -62,7 +62,7 @@ def check_alike(found: np.ndarray, expected: np.ndarray) -> None:
     assert np.corrcoef(found, expected)[0, 1] > 0.999
 
 
-def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
+def test_a_token_of_a_branch_has_the_logits_of_a_single_one(smollm2: Path):
     model, text = opened(smollm2, BRANCHES)
     try:
         end = len(text)

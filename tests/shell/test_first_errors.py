@@ -20,7 +20,7 @@ class Printed(list[str]):
         self.append(line)
 
 
-def test_a_model_without_a_chat_template_is_said_to_have_none(smollm2, gemma3):
+def test_a_missing_chat_template_is_reported(smollm2, gemma3):
     printed = Printed()
     assert template_of(None, open_model(smollm2, header_only=True), printed)
     assert printed == []
@@ -30,7 +30,7 @@ def test_a_model_without_a_chat_template_is_said_to_have_none(smollm2, gemma3):
     assert printed == [NO_TEMPLATE]
 
 
-def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none():
+def test_a_star_in_the_table_is_explained_and_so_is_a_table_without_one():
     fit = Fit(name="toy-q4k", model="Toy", bytes=1, runs="memory", why="", tokens_per_s=9.0, is_best=True)
     answer = FitResult(schema=1, devices=["desk"], models=[fit], help="")
     assert what_is_marked(answer).startswith("* the largest with at least 5 tokens/s")
@@ -39,7 +39,7 @@ def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none
     assert "primad profile --remeasure" in what_is_marked(slow)
 
 
-def test_a_template_that_is_too_long_to_be_told_is_refused_and_may_be_replaced(tmp_path):
+def test_a_template_that_is_too_long_is_refused_and_may_be_replaced(tmp_path):
     values = {CHAT_TEMPLATE: scalar_value(GGUFValueType.STRING, "x" * (MAX_TEMPLATE_BYTES + 1))}
     header = Header(path=tmp_path / "toy.gguf", values=values, tensors={}, data_offset=0)
     with pytest.raises(ModelError, match=r"toy\.gguf: its chat template is larger than 1 MiB; .*--chat-template"):

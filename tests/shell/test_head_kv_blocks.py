@@ -73,7 +73,7 @@ async def figures(here: Lab) -> dict[str, int]:
     return (await here.backend.status())["kv"]
 
 
-async def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
+async def test_a_replica_is_sent_the_blocks_to_hold_and_their_source(lab):
     async with lab() as here:
         (nas, lap), ring, _, request = await answering(here, "nas", "lap")
         assert ring.generates[0].root
@@ -88,7 +88,7 @@ async def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes
         assert [source.device for source in nas.held[0].sources] == ["lap"]
 
 
-async def test_what_a_keeper_did_not_get_it_is_told_again(lab):
+async def test_a_replica_is_notified_again_of_missing_blocks(lab):
     async with lab() as here:
         (nas, _), ring, _, request = await answering(here, "nas", "lap")
         first, second = chain(2)
@@ -101,7 +101,7 @@ async def test_what_a_keeper_did_not_get_it_is_told_again(lab):
         await nas.wait(lambda: len(nas.held) > before)
 
 
-async def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
+async def test_all_devices_are_notified_of_unneeded_blocks_and_which_were_prompts(lab):
     async with lab() as here:
         (nas,), ring, stream, request = await answering(here, "nas")
         prompt, drawn = chain(2)
@@ -116,7 +116,7 @@ async def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
         assert store.list() == []
 
 
-async def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab):
+async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab):
     async with lab() as here:
         (nas, lap), ring, stream, request = await answering(here, "nas", "lap")
         ring.draw(request, *range(10, 18))
@@ -144,7 +144,7 @@ async def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab)
         assert (await stream.ends()).reason == "stop"
 
 
-async def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_it(lab):
+async def test_a_joining_device_is_queried_while_the_old_ring_serves_and_after_it(lab):
     async with lab() as here:
         _, ring, stream, request = await answering(here, "nas")
         here.solver.value = lambda count: 10.0 / count
@@ -165,7 +165,7 @@ async def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-async def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
+async def test_a_ring_without_replication_gets_no_blocks(lab, keeps):
     async with lab() as here:
         (_, lap), ring, _, request = await answering(here, "nas", "lap")
         blocks = chain(2)
@@ -182,7 +182,7 @@ async def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
         assert any(line.startswith("the KV cache is not saved") for line in here.printed) == (not keeps)
 
 
-async def test_a_group_is_given_no_cells_of_a_ring_without_its_shares():
+async def test_a_group_gets_no_kv_blocks_from_a_ring_without_its_shares():
     node = SimpleNamespace(config=SimpleNamespace(name="desk"))
     backup = KvBackup(SimpleNamespace(node=node, reporter=None), None, None, None)
     ring = SimpleNamespace(keeps=True, plan=group(("desk", 1), ("nas", 1)))
@@ -191,7 +191,7 @@ async def test_a_group_is_given_no_cells_of_a_ring_without_its_shares():
 
 
 @pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])
-async def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows):
+async def test_recomputation_beyond_the_limit_in_seconds_runs_in_chunks(lab, max_s, rows):
     async with lab() as here:
         here.more_options = {"exact_replay_s": max_s}  # at an assumed 20 tokens/s
         (_, lap), ring, stream, request = await answering(here, "nas", "lap")
@@ -252,7 +252,7 @@ async def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shar
         assert (await figures(here))["found_tokens"] == 32 + 32 * shares
 
 
-async def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
+async def test_prompt_blocks_that_a_worker_lacks_are_computed(lab, tmp_path):
     async with lab() as here:
         here.rings.keeps = True
         nas = here.device("nas")

@@ -98,7 +98,7 @@ async def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
     assert mine.read(block.key, 0, 3) == cells_of(block, [0, 1, 2], cell_bytes)
 
 
-async def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):
+async def test_a_damaged_block_is_fetched_again_and_not_sent_to_others(tmp_path):
     blocks = chain(3)
     good, spoilt = (holding(tmp_path / name, blocks, range(3)) for name in ("good", "spoilt"))
     (file,) = (tmp_path / "spoilt" / blocks[1].key).glob("*.cells")
@@ -136,7 +136,7 @@ def lies(blocks: Sequence[KvBlock]) -> list[Reply]:
 
 
 @pytest.mark.parametrize("number", range(8))
-async def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
+async def test_a_lying_source_is_dropped_and_the_others_deliver(tmp_path, number):
     blocks = chain(4)
     good = holding(tmp_path / "good", blocks, range(2))
     mine = KvStore(tmp_path / "mine")
@@ -155,7 +155,7 @@ async def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
     assert all(whole(mine, block, 0, 2) for block in blocks)
 
 
-async def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_for_the_rest(tmp_path):
+async def test_a_source_that_claims_large_blocks_and_sends_little_is_not_asked_for_the_rest(tmp_path):
     """The reply would reserve as much memory as the source claims, while it may send a little at a time."""
     blocks, asked = chain(4), list[FetchCells]()
 
@@ -172,7 +172,7 @@ async def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_as
     assert len(asked) == 1
 
 
-async def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
+async def test_the_content_of_another_block_is_refused(tmp_path):
     block, other = chain(2)
     store = holding(tmp_path / "there", [other], [0])
     part = store.part(other.key, 0, 1)
@@ -189,7 +189,7 @@ async def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("first", [1, 2, 4])
-async def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, first):
+async def test_layers_that_were_not_requested_are_refused(tmp_path, first):
     (block,) = chain(1)
     part = holding(tmp_path / "there", [block], range(first, first + 2)).part(block.key, 0, 9)
     mine = holding(tmp_path / "mine", [block], [1])
@@ -217,7 +217,7 @@ def test_layers_as_bits_are_a_set_of_them(layers):
     assert not first_run(0)
 
 
-def test_what_is_lacking_of_many_blocks_takes_little_memory(tmp_path):
+def test_the_list_of_missing_layers_of_many_blocks_takes_little_memory(tmp_path):
     blocks = [KvBlock(key=f"{number:032x}", before="", start=0, end=1) for number in range(MAX_BLOCKS // 8)]
     tracemalloc.start()
     lacking = lacking_layers(KvStore(tmp_path), blocks, [(0, MAX_LAYERS)] * MAX_LAYERS, verify=False)
@@ -227,7 +227,7 @@ def test_what_is_lacking_of_many_blocks_takes_little_memory(tmp_path):
     assert max_bytes < 1 << 20
 
 
-async def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):
+async def test_the_wait_for_a_silent_source_ends_at_the_timeout(tmp_path):
     def answer(request: TransferRequest) -> Reply:
         return [encode(Present(held=[]))] if isinstance(request, AskPresent) else None
 
