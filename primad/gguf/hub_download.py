@@ -103,7 +103,9 @@ def download(
         os.fsync(out.fileno())
     if found.hexdigest() != file.sha256:
         part.unlink()
-        raise ModelError(f"{file.url}: differs from the checksum that the hub gives; the download was deleted, fetch it again")
+        raise ModelError(
+            f"{file.url}: differs from the checksum that the hub gives; the download was deleted, fetch it again"
+        )
 
 
 def _hashed(out: BinaryIO, size_bytes: int, update: Callable[[bytes], None], stop: StopDownload) -> int:

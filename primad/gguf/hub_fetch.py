@@ -220,5 +220,5 @@ def _verify(path: Path, file: HubFile, advance: OnBytes) -> None:
     if size != file.size_bytes or (file.sha256 and found.hexdigest() != file.sha256):
         path.unlink()
         raise ModelError(
-            f"{path}: differs from the hub's size or checksum ({size} of {file.size_bytes} bytes came); it was deleted, fetch it again"
+            f"{path}: not the hub's file ({size} of {file.size_bytes} bytes, or another checksum); deleted, fetch it again"
         )
