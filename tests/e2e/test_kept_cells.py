@@ -5,13 +5,14 @@ How much was computed again is counted, never timed.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import ring_process, wait_until
+from tests.e2e.cluster import wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
@@ -29,27 +30,26 @@ def lab(smollm2: Path, module_home) -> Iterator[Lab]:
 
 
 def test_a_worker_that_is_killed_has_left_its_cells(lab):
-    first, second = lab.two()
-    ring = ring_process(lab.workers[second])
+    first, _ = lab.two()
 
     def act() -> None:
-        with lab.all_copied(ring):
-            lab.workers[first].kill()
+        lab.wait_copied()
+        lab.workers[first].kill()
 
     lab.goes_on(act, AGAIN)
 
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
-    first, second = lab.two()
-    ring, replica = ring_process(lab.workers[second]), lab.replica_of(first)
+    first, _ = lab.two()
+    replica = lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
-        with lab.all_copied(ring):
-            copies = lab.copied(replica)
-            spoilt.append(copies[len(copies) // 2])
-            flip(spoilt[0])
-            lab.workers[first].kill()
+        lab.wait_copied()
+        copies = lab.copied(replica)
+        spoilt.append(copies[len(copies) // 2])
+        flip(spoilt[0])
+        lab.workers[first].kill()
 
     lab.goes_on(act, MIDDLE)
     assert not spoilt[0].exists()
@@ -81,7 +81,8 @@ def test_a_device_joins_and_takes_the_cells_of_its_layers(lab):
 
 def test_a_device_leaves_and_its_cells_stay(lab):
     first, _ = lab.two()
-    lab.goes_on(lab.workers[first].stop, AGAIN)
+    lab.goes_on(lambda: lab.workers[first].send_signal(signal.SIGINT), AGAIN)
+    lab.workers[first].wait_end()
 
 
 def test_nothing_is_kept_of_an_answer_that_is_over(lab):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import primad, ring_process, wait_until
+from tests.e2e.cluster import primad, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
@@ -49,9 +49,9 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
         )
         pieces = lab.undisturbed
         for length in lengths:
-            first, second = lab.two()
+            first, _ = lab.two()
             before = lab.kv["computed_again_tokens"]
-            reported = lab.ask(killing(lab, first, second), tokens=length + AFTER, middle=length)
+            reported = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
             again = lab.kv["computed_again_tokens"] - before
             show(f"{kind}: killed at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
             record_property(f"gap_{length}", reported.gap_s)
@@ -97,8 +97,8 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
             sequences=count,
             serving=("--batching", "exact"),
         )
-        first, second = lab.two()
-        act = killing(lab, first, second)
+        first, _ = lab.two()
+        act = killing(lab, first)
         before = lab.kv["computed_again_tokens"]
 
         def one(number: int) -> Any:
@@ -138,7 +138,7 @@ def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
     slowed = ring_process(lab.workers[other])
 
     def act() -> None:
-        with lab.all_copied(slowed):
-            lab.workers[name].kill()
+        lab.wait_copied()
+        lab.workers[name].kill()
 
     return act
