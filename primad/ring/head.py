@@ -33,8 +33,7 @@ from primad.ring.messages import (
     Finished,
     Generate,
     GenerationEvent,
-    KvForgotten,
-    KvKept,
+    KvNews,
     Overdue,
     Serving,
     Skip,
@@ -62,7 +61,7 @@ class Send:
     hidden: Hidden
 
 
-HeadEvent = GenerationEvent | KvKept | KvForgotten | Serving | Overdue | Drained
+HeadEvent = GenerationEvent | KvNews | Serving | Overdue | Drained
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Final
 from primad.kv.keys import KvBlock, last_cells, state_behind, to_go_on_from
 from primad.kv.keys import block as block_of
 from primad.ring.chunks import Chunking
-from primad.ring.messages import Generate, KvForgotten, KvKeep, KvKept
+from primad.ring.messages import Generate, KvBegun, KvForgotten, KvKeep, KvKept, KvNews
 
 STATES_OF_CHAIN: Final = 3
 """How many states of a chain, the latest, are needed."""
@@ -124,6 +124,8 @@ class Keeping:
         """By step: the keys that it saves, until it is back."""
         self._held: set[str] = set()
         self._forgotten: dict[str, None] = {}
+        self._begun: list[str] = []
+        """Keys that steps keep and that are in no news yet."""
 
     @property
     def is_waiting(self) -> bool:
@@ -204,6 +206,7 @@ class Keeping:
         ops, self._waiting = list(self._waiting.values()), {}
         if ops:
             self._out[step] = [op.block.key for op in ops]
+            self._begun += self._out[step]
         return ops
 
     def back(self, step: int) -> None:
@@ -213,9 +216,12 @@ class Keeping:
             if not self._having[key]:
                 self._forget(key)
 
-    def news(self, chains: Iterable[Chain]) -> list[KvKept | KvForgotten]:
-        """Return the unreported blocks of ``chains``, and the keys of forgotten blocks."""
-        reported: list[KvKept | KvForgotten] = []
+    def news(self, chains: Iterable[Chain]) -> list[KvNews]:
+        """Return the keys that steps keep, the unreported blocks of ``chains``, and the keys of forgotten blocks."""
+        reported: list[KvNews] = []
+        if self._begun:
+            reported.append(KvBegun(keys=self._begun))
+            self._begun = []
         for chain in chains:
             if chain.reported == len(chain.blocks):
                 continue

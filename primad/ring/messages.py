@@ -431,6 +431,15 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     accepted: int = 0
 
 
+class KvBegun(msgspec.Struct, frozen=True, kw_only=True, tag="keeping"):
+    """From now on windows may keep the blocks ``keys``, of which each is reported as kept or forgotten later.
+
+    A ring that ends before has left them on some devices.
+    """
+
+    keys: list[str]
+
+
 class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """Every window was told to keep ``blocks`` of ``request``, the next of its chain.
 
@@ -810,13 +819,13 @@ RingCommand = (
     Open | Reopen | Connect | JoinGroup | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
 )
 GenerationEvent = Sampled | PromptProgress | Finished
+KvNews = KvBegun | KvKept | KvForgotten
 RingEvent = (
     Loading
     | Opened
     | Serving
     | GenerationEvent
-    | KvKept
-    | KvForgotten
+    | KvNews
     | Overdue
     | Drained
     | ProcessMemoryLow

@@ -21,7 +21,7 @@ from primad.kv.keys import KvBlock
 from primad.ring.checkpoints import Checkpoints
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.keeping import Chain, Keeping, Usable, usable
-from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove, StateKeep, StateRestore
+from primad.ring.messages import Generate, KvCopy, KvLoad, KvNews, KvOp, KvRemove, StateKeep, StateRestore
 from primad.ring.speculation.speculation import Speculation
 
 COPIED_CELLS: Final = 128
@@ -233,8 +233,8 @@ class Slots:
         """Note that ``step`` passed all windows."""
         self._keeping.back(step)
 
-    def news(self) -> list[KvKept | KvForgotten]:
-        """Blocks that are kept, and blocks that are no longer needed, since the last call."""
+    def news(self) -> list[KvNews]:
+        """Blocks that are being kept, that are kept, and that are no longer needed, since the last call."""
         return self._keeping.news(each.chain for each in self.sequences) if self._keep_rows is not None else []
 
     def lease(self, generate: Generate) -> None:

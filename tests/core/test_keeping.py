@@ -16,6 +16,7 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
+    KvBegun,
     KvCopy,
     KvForgotten,
     KvKeep,
@@ -358,9 +359,10 @@ def test_a_block_needed_again_before_it_was_reported_as_forgotten_is_held():
     keeping, chain, tokens = Keeping(), Chain(request=1, root=ROOT), [1, 2, 3]
     keeping.add(chain, 0, tokens, (3,))
     keeping.hand_out(7)
+    key = chain.blocks[0].key
+    assert keeping.news([chain]) == [KvBegun(keys=[key])]
     keeping.back(7)
     assert keeping.news([chain]) == [KvKept(request=1, blocks=chain.blocks)]
-    key = chain.blocks[0].key
     keeping.cut(chain, ())
     keeping.add(chain, 0, tokens, (3,))
     assert not keeping.is_waiting, "it is kept again"

@@ -17,7 +17,7 @@ from primad.membership.types import RingFailed
 from primad.network.contacts import Contact
 from primad.network.peer import Peer
 from primad.planning.request import PlanRequest
-from primad.ring.messages import Cancel, Finished, Generate, KvForgotten, KvKept, RingCommand, Sampled, Status
+from primad.ring.messages import Cancel, Finished, Generate, KvBegun, KvForgotten, KvKept, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HEAD, HOST, FakeDevice
 
@@ -182,6 +182,10 @@ class FakeRing:
         """Report ``tokens`` as sampled for ``request``."""
         for token in tokens:
             self.inputs.listener.deliver(self.epoch, Sampled(request=request, token=token, logprob=None, top=()))
+
+    def begin_to_keep(self, *blocks: KvBlock) -> None:
+        """Report that devices may keep ``blocks`` from now on."""
+        self.inputs.listener.kv_changed(self.epoch, KvBegun(keys=[block.key for block in blocks]))
 
     def keep(self, request: int, *blocks: KvBlock) -> None:
         """Report that all devices keep ``blocks`` of ``request``."""

@@ -88,6 +88,8 @@ class KvBackup:
         self._head = head.node.config.name
         self._blocks: dict[str, KvBlock] = {}
         """Needed blocks."""
+        self._begun: set[str] = set()
+        """Blocks that devices of the ring may keep, not reported as kept or forgotten yet."""
         self._lasting: set[str] = set()
         """Blocks of prompts, which may be useful later."""
         self._forgotten: dict[str, bool] = {}
@@ -159,10 +161,15 @@ class KvBackup:
     async def close(self) -> None:
         """Tell all devices to drop its blocks; where there is a cache, blocks of prompts may stay."""
         self._copies = []
-        self._drop(list(self._blocks))
+        self._drop([*self._blocks, *self._begun])
         await self._report_forgotten()
 
     # ---- reports of rings --------------------------------------------------------------------------------------------
+
+    def begun(self, epoch: int, keys: Iterable[str]) -> None:
+        """Devices of ring ``epoch`` may keep ``keys`` from now on."""
+        if epoch == self._epoch:
+            self._begun.update(keys)
 
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
         """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has ``prompt_tokens`` tokens."""
@@ -184,6 +191,7 @@ class KvBackup:
     def _need(self, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
         for block in blocks:
             self._blocks[block.key] = block
+            self._begun.discard(block.key)
             self._forgotten.pop(block.key, None)
             if block.end <= prompt_tokens:
                 self._lasting.add(block.key)
@@ -194,6 +202,7 @@ class KvBackup:
     def _drop(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._blocks.pop(key, None)
+            self._begun.discard(key)
             self._forgotten[key] = key in self._lasting
             self._lasting.discard(key)
             for copy in self._copies:
@@ -337,7 +346,7 @@ class KvBackup:
         if (predicted := forecast.prediction) is not None:
             self._prompt_token_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
-        self._drop([key for key in self._blocks if key not in needed])
+        self._drop([key for key in [*self._blocks, *self._begun] if key not in needed])
         self._need(needed.values(), 0)  # new replicas are notified with the next blocks: resuming comes first
 
     def _new_copies(self, ring: HeadRing, forecast: Forecast) -> list[_Copy]:

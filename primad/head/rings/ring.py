@@ -52,6 +52,7 @@ from primad.ring.messages import (
     Finished,
     Generate,
     JoinGroup,
+    KvBegun,
     KvForgotten,
     KvKept,
     Loading,
@@ -421,7 +422,7 @@ class HeadRing:
             case RequestDrafts(task):
                 if self._remote_drafter is not None:
                     self._remote_drafter.ask(task)
-            case KvKept() | KvForgotten():
+            case KvBegun() | KvKept() | KvForgotten():
                 self._inputs.listener.kv_changed(self.epoch, event)
             case Serving():
                 resolve(self._serving, None)

@@ -19,7 +19,7 @@ from primad.head.model.service import Service
 from primad.membership.types import LoadStage, RingFailed
 from primad.planning.forecast import Forecast
 from primad.planning.replicas import state_tokens
-from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
+from primad.ring.messages import GenerationEvent, KvNews
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import DraftModel
 
@@ -30,7 +30,7 @@ class RingListener(Protocol):
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """Deliver an event of a generation, and its epoch."""
 
-    def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
+    def kv_changed(self, epoch: int, event: KvNews) -> None:
         """Ring ``epoch`` keeps KV blocks, or no longer needs them."""
 
     def progressed(self, epoch: int, device: str, stage: LoadStage, done: int, total: int) -> None:

@@ -47,7 +47,7 @@ from primad.planning.default_context import too_small_for
 from primad.planning.encoder_place import EncoderPlace
 from primad.planning.forecast import Forecast
 from primad.planning.load_times import LoadTimes, load_times
-from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
+from primad.ring.messages import Finished, GenerationEvent, KvBegun, KvForgotten, KvKept, KvNews
 from primad.settings.quantities import show_count
 from primad.system.tasks import Tasks, mistake, to_its_end
 
@@ -298,12 +298,15 @@ class Rings:
             self._precompute(epoch)
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
-    def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
+    def kv_changed(self, epoch: int, event: KvNews) -> None:
         """Ring ``epoch`` keeps KV blocks, or no longer needs them."""
-        if isinstance(event, KvKept):
-            self._kv.kept(epoch, event.blocks, self._backend.kept(epoch, event))
-        else:
-            self._kv.forgotten(epoch, event.keys)
+        match event:
+            case KvBegun(keys=keys):
+                self._kv.begun(epoch, keys)
+            case KvKept(blocks=blocks):
+                self._kv.kept(epoch, blocks, self._backend.kept(epoch, event))
+            case KvForgotten(keys=keys):
+                self._kv.forgotten(epoch, keys)
 
     def progressed(self, epoch: int, device: str, stage: types.LoadStage, done: int, total: int) -> None:
         """A device makes progress in loading a ring."""

@@ -12,8 +12,7 @@ from primad.ring.messages import (
     Finished,
     Generate,
     GenerationEvent,
-    KvForgotten,
-    KvKept,
+    KvNews,
     PromptProgress,
 )
 from primad.ring.pictures import longest_run
@@ -268,8 +267,8 @@ class Scheduler:
         assert ring_pass_s is not None
         return [*reused_events(running), *all_drawn(self._state, running, sample, now, ring_pass_s)]
 
-    def kv_news(self) -> list[KvKept | KvForgotten]:
-        """Blocks that are kept, and blocks that are no longer needed, since the last call."""
+    def kv_news(self) -> list[KvNews]:
+        """Blocks that are being kept, that are kept, and that are no longer needed, since the last call."""
         return self._state.slots.news()
 
     def wants_samples(self, step: int) -> list[tuple[int, Generate]]:
