@@ -1,13 +1,13 @@
-"""The client that tests run on the head's device: prints one JSON line for every event, with its time.
+"""The client that tests run on the head's device: prints one JSON line with the time of each event.
 
-    client.py health URL                status and body of the health check, status 0 while nobody answers
-    client.py wait URL SECONDS [DETAIL] the same, as soon as it is 200 (and says DETAIL) or the time is over
-    client.py chat URL BODY             ask for a streamed chat completion; BODY is JSON
-    client.py status URL                what /status says
+    client.py health URL                status and body of the health check; status 0 without a response
+    client.py wait URL SECONDS [DETAIL] the same, once the status is 200 (with DETAIL) or at the timeout
+    client.py chat URL BODY             request a streamed chat completion; BODY is JSON
+    client.py status URL                the response of /status
 
-Lines of ``chat``: ``{"at": seconds, "status": 200}``, then for each event ``{"at": ..., "event": {...}}``, at last
-``{"at": ..., "end": how}`` where how is ``done`` (the stream said [DONE]), ``closed`` (it stopped without a word) or the
-connection's error. Times are ``time.monotonic``'s, which is one clock for the whole machine.
+``chat`` prints ``{"at": seconds, "status": 200}``, then ``{"at": ..., "event": {...}}`` for each event, finally
+``{"at": ..., "end": how}``: ``done`` (after [DONE]), ``closed`` (without [DONE]) or the connection's error. Times are
+of ``time.monotonic``, one clock for the whole machine.
 """
 
 # ruff: noqa: T201
@@ -22,7 +22,7 @@ import urllib.parse
 _SILENCE_S = 300.0
 _ANSWER_S = 30.0
 _LOOK_S = 0.05
-"""Between two health checks; how exactly the moment of serving is known."""
+"""Interval of health checks, the precision of the time at which serving begins."""
 
 
 def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:

@@ -1,4 +1,4 @@
-"""Labs for tests; where none can be built, the tests that need one are skipped by name, with the reason."""
+"""Labs for tests. Where none can be built, tests that need one are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tools.lab import DeviceSpec, Fleet, Homelab, missing
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forks: None) -> None:
-    """Commands fork on their devices, and what they start."""
+    """Commands on devices are forked, and so are their children."""
 
 
 @pytest.fixture(scope="module")
 def is_matrix(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether a whole matrix is made, whose times are those of processes that start as users start them."""
+    """Whether the fault matrix runs; its times are published, so its processes start as users start them."""
     found = any(item.get_closest_marker("matrix") for item in request.session.items)
     with executing() if found else nullcontext():
         yield found

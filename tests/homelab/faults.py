@@ -1,4 +1,4 @@
-"""What happens to devices at home, each as something to do to one device of a cluster and, where it can be, to undo."""
+"""Faults of devices at home: each can be injected into one device of a cluster, and some can be undone."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SLOW_CPUS: Final = 0.05
 _MIN_BYTES: Final = 4096
 
 Act = Callable[[Cluster, str], object]
-"""Does something to the device of that name."""
+"""Acts on the device of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None: nothing does."""
+    """One fault. ``undo`` ends it but restarts no daemon; None if there is nothing to undo."""
 
     do: Act
     undo: Act | None = None
 
 
 def layer_files(device: Device) -> list[Path]:
-    """The files in a device's layer cache, largest first, as this process sees them."""
+    """Return the files in a device's layer cache, largest first, as this process sees them."""
     files = [path for path in (home(device) / "cache").rglob("*") if path.is_file()]
     return sorted(files, key=lambda path: -path.stat().st_size)
 
 
 def corrupt_layer(device: Device) -> Path:
-    """Turn over one byte in the middle of the largest layer file of a device; which file."""
+    """Invert one byte in the middle of a device's largest layer file; return the file."""
     largest = next((path for path in layer_files(device) if path.stat().st_size >= _MIN_BYTES), None)
     assert largest is not None, f"{device.name} holds no layer"
     with largest.open("r+b") as file:
@@ -47,7 +47,7 @@ def corrupt_layer(device: Device) -> Path:
 
 
 def stop_ring(device: Device) -> None:
-    """Stop the ring processes of a device; its daemon lives on."""
+    """Stop the ring processes of a device but not its daemon."""
     for pid in device.pids():
         if role(pid) == "ring":
             os.kill(pid, signal.SIGSTOP)

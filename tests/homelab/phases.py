@@ -1,4 +1,4 @@
-"""How a worker of a rig is brought into each phase of its life: into the middle of it, not near it."""
+"""Bring a worker of a rig into the middle of each phase of its life."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 LATE_TOKENS: Final = 800
 MIDDLE_CPU_S: Final = 0.05
-"""CPU time that a worker has spent on a long prompt of which it has most left to compute, be it with a single layer."""
+"""CPU time after which a worker, even with a single layer, is still early in a long prompt."""
 
 _ESTABLISHED: Final = "01"
 
 Reach = Callable[[Rig, str], Stream | None]
-"""Brings the worker of that name into the phase; the answer that is under way, if one is."""
+"""Brings the worker of that name into the phase; returns the running completion, if any."""
 
 
 def profiling(rig: Rig, name: str) -> None:
-    """It said welcome and is measured; with little CPU time, since that takes no time otherwise."""
+    """The worker is being profiled; it gets little CPU time, as this would end too soon otherwise."""
     rig.take_out(name)
     rig.mark()
     rig.cluster.start_worker(name).wait_for("head .* is here")
@@ -43,20 +43,20 @@ def profiling(rig: Rig, name: str) -> None:
 
 
 def phase_of(rig: Rig, name: str) -> str:
-    """Where the head says that a device stands."""
+    """Return a device's phase, as the head reports it."""
     phases = {each["device"]: each["phase"] for each in rig.cluster.status()["cluster"]}
     return str(phases.get(name, "paired")).replace("gone", "paired")
 
 
 def transfer(rig: Rig, name: str) -> None:
-    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most, until whoever asked
-    seeds it anew. It is frozen there: on a busy machine all would be there before the fault is.
+    """The worker has some layers and is receiving others. It counts as the fastest until the caller seeds it again, and
+    so gets the most layers. It is frozen in this state: on a busy machine the fault would come after the last layer.
     """
     rig.take_out(name)
     rig.cluster.seed(name, 2.0)
     layer_bytes = max(path.stat().st_size for path in rig.cache(name).glob("*.gguf"))
     shutil.rmtree(rig.cache(name))
-    limit = f'transfer_limit = "{max(2 * layer_bytes, MIN_LIMIT)}B/s"\n'  # two layers a second, if it may be so slow
+    limit = f'transfer_limit = "{max(2 * layer_bytes, MIN_LIMIT)}B/s"\n'  # two layers per second, if the minimum allows
     (home(rig.lab.device(name)) / "config.toml").write_text(limit, encoding="ascii")
     rig.mark()
     worker = rig.cluster.start_worker(name)
@@ -72,7 +72,7 @@ def transfer(rig: Rig, name: str) -> None:
 
 
 def loading(rig: Rig, name: str) -> None:
-    """Its ring process has started and does not serve yet; with little CPU time, since it loads in no time otherwise."""
+    """The ring process is loading; the device gets little CPU time, as this would end too soon otherwise."""
     rig.take_out(name)
     rig.mark()
     worker = rig.cluster.start_worker(name)
@@ -84,7 +84,7 @@ def loading(rig: Rig, name: str) -> None:
 
 
 def prefill(rig: Rig, name: str) -> Stream:
-    """The ring reads a long prompt, and the worker has begun with it; no token has come."""
+    """The ring computes a long prompt; the worker has begun, and no token has been sampled."""
     rig.undisturbed(LONG)
     rig.mark()
     device = rig.lab.device(name)
@@ -100,7 +100,7 @@ def prefill(rig: Rig, name: str) -> Stream:
 
 
 def ring_cpu_s(device: Device) -> dict[int, float]:
-    """The CPU time that each ring process of a device has used."""
+    """Return the CPU time that each ring process of a device has used."""
     used_s = {}
     for pid in device.pids():
         with suppress(psutil.NoSuchProcess):
@@ -111,7 +111,7 @@ def ring_cpu_s(device: Device) -> dict[int, float]:
 
 
 def decode(rig: Rig, name: str) -> Stream:
-    """An answer is being written."""
+    """A completion is being generated."""
     del name
     rig.undisturbed(STORY, STORY_TOKENS)
     rig.mark()
@@ -121,7 +121,7 @@ def decode(rig: Rig, name: str) -> Stream:
 
 
 def long_answer(rig: Rig, name: str) -> Stream:
-    """Much of a long answer is written."""
+    """Most of a long completion has been generated."""
     del name
     rig.undisturbed(TALE, LATE_TOKENS + STORY_TOKENS)
     rig.mark()
@@ -131,7 +131,7 @@ def long_answer(rig: Rig, name: str) -> Stream:
 
 
 def idle(rig: Rig, name: str) -> None:
-    """Nobody asks for anything."""
+    """There are no requests."""
     del name
     rig.mark()
 
@@ -148,7 +148,7 @@ REACH: Final[dict[str, Reach]] = {
 
 
 class HalfPaired:
-    """A device that has sent its first word to a head that does not answer, being stopped, until ``go_on``."""
+    """A device that has sent its first message to a head that stays stopped until ``go_on``."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         code, port = cluster.code()
@@ -158,12 +158,12 @@ class HalfPaired:
         wait_until(lambda: has_unread(self._head, port), f"it speaks to the head\n{cluster.logs()}", 30.0)
 
     def go_on(self) -> None:
-        """Let the head answer."""
+        """Resume the head."""
         os.kill(self._head, signal.SIGCONT)
 
 
 def has_unread(pid: int, port: int) -> bool:
-    """Whether bytes wait in a TCP connection to ``port`` of the device on which the process ``pid`` runs."""
+    """Whether a TCP connection to ``port`` has unread bytes, on the device of process ``pid``."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
             _, local, _, state, queues, *_ = line.split()
@@ -174,6 +174,6 @@ def has_unread(pid: int, port: int) -> bool:
 
 
 def trusted_by(device: Device) -> set[str]:
-    """The names of the devices in a device's trust file."""
+    """Return the names in a device's trust file."""
     file = home(device) / "trust.json"
     return set(re.findall(r'"device":\s*"([^"]+)"', file.read_text(encoding="utf-8"))) if file.exists() else set()

@@ -1,11 +1,11 @@
 """Small programs that tests run on the devices of a lab.
 
-serve NAME              answer every line on port 9000 with NAME and the line; swallow what follows a line 'take'
-ask HOST WAIT [CONNECT] connect, then send each line of standard input on that connection; print the answer, its time,
-                        or 'timeout'; each line waits at most WAIT seconds, the connection at most CONNECT or as long
-rate HOST SECONDS       print the megabits per second that HOST takes
-burn SECONDS            compute this long; print the CPU seconds that were had in each
-hog BYTES               take memory until BYTES are reached or killed
+serve NAME              reply to every line on port 9000 with NAME and the line; after a line 'take' only count bytes
+ask HOST WAIT [CONNECT] connect, send each line of standard input, and print the reply with its time, or 'timeout';
+                        WAIT is the timeout in seconds of a line, and of connecting unless CONNECT is given
+rate HOST SECONDS       print the megabits per second that HOST receives
+burn SECONDS            compute this long; print CPU seconds per second
+hog BYTES               allocate memory up to BYTES or until killed
 announce NAME           announce NAME by mDNS
 browse                  print each NAME that is announced
 """

@@ -1,6 +1,6 @@
-"""A disk that rots: bytes of a file change beneath the file system, which goes on giving out what it has in memory.
+"""A rotting disk: bytes of a file change below the file system, which still returns what is in the page cache.
 
-Overwriting the file itself is another thing: programs that mapped it see that at once.
+Overwriting the file itself is different: programs that mapped it see the change at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SYNC: Final = 1
 _HEAD: Final = struct.Struct("=QQIIII")
 _EXTENT: Final = struct.Struct("=QQQ2QI3I")
 _ENCODED: Final = 0x0002 | 0x0004 | 0x0008
-"""Flags of an extent whose place on the disk is not known, or not where its bytes are."""
+"""Flags of an extent whose place on the disk is unknown, or does not hold its plain bytes."""
 
 
 def rot(device: Device, file: Path) -> None:
-    """Turn over one byte in the middle of a file of a device, on its disk only. The device must have ``disk_bytes``."""
+    """Invert one byte in the middle of a device's file, on its disk only. The device must have ``disk_bytes``."""
     assert device.spec.disk_bytes is not None, f"{device.name} has no disk of its own"
     with (root(device.lab) / device.name / "disk.img").open("r+b") as image:
         turn_over(image, _on_disk(file, file.stat().st_size // 2))
@@ -31,13 +31,13 @@ def rot(device: Device, file: Path) -> None:
 
 
 def overwrite(file: Path) -> None:
-    """Turn over one byte in the middle of a file, as a program does."""
+    """Invert one byte in the middle of a file through the file system."""
     with file.open("r+b") as opened:
         turn_over(opened, file.stat().st_size // 2)
 
 
 def turn_over(file: BinaryIO, place: int) -> None:
-    """Turn over the byte at ``place``."""
+    """Invert the byte at ``place``."""
     file.seek(place)
     byte = file.read(1)
     file.seek(place)
@@ -46,13 +46,13 @@ def turn_over(file: BinaryIO, place: int) -> None:
 
 
 def forget_pages(file: Path) -> None:
-    """Have the file system read a file from its disk again; nobody may have it mapped."""
+    """Drop a file from the page cache; no process may have it mapped."""
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _on_disk(path: Path, offset: int) -> int:
-    """Where on its disk the byte ``offset`` of a file lies."""
+    """Return the position on the disk of byte ``offset`` of a file."""
     with path.open("rb") as file:
         asked = bytearray(_HEAD.pack(offset, 1, _SYNC, 0, 1, 0) + bytes(_EXTENT.size))
         fcntl.ioctl(file.fileno(), _FIEMAP, asked)

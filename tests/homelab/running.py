@@ -1,4 +1,4 @@
-"""A command that runs on a device of a lab, its output read as it comes."""
+"""Run commands on lab devices, reading their output as it comes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tools.lab import Homelab
 from tools.lab.device import Device
 
 PATIENCE_S = 180.0
-"""For what takes seconds: it may take much longer where other programs have most of the machine."""
+"""Timeout of things that take seconds, or much longer on a busy machine."""
 PROBE = Path(__file__).with_name("probe.py")
 
 MakeLab = Callable[..., Homelab]
-"""Builds a lab of the ``DeviceSpec``s that it is given; it is gone after the test."""
+"""Builds a lab of the given ``DeviceSpec``s; the lab is gone after the test."""
 
 
 class Running:
-    """One running command; ``lines`` is what it printed so far with the time of each, both streams together."""
+    """A running command; ``lines`` is its output so far, both streams together, with the time of each line."""
 
     def __init__(self, device: Device, *argv: object, cwd: Path | None = None, **env: str) -> None:
         self.device = device
@@ -54,17 +54,17 @@ class Running:
 
     @property
     def output(self) -> str:
-        """Everything it printed so far."""
+        """Its output so far."""
         return "\n".join(line for _, line in self.lines)
 
     def last(self, count: int) -> str:
-        """The last ``count`` lines that it printed; after its end, of all that it printed."""
+        """Return the last ``count`` lines of its output, which is complete if it has ended."""
         if self.process.poll() is not None:
             self._reader.join(1.0)
         return "\n".join(line for _, line in self.lines[-count:])
 
     def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S, *, start: int = 0) -> re.Match[str]:
-        """The first line from number ``start`` on in which ``pattern`` is found, awaited."""
+        """Wait for a line that matches ``pattern``, from line ``start``; return the match."""
         deadline = time.monotonic() + timeout_s
         with self._news:
             while True:
@@ -77,13 +77,13 @@ class Running:
                 self._news.wait(min(left, 0.5))
 
     def wait_news(self, timeout_s: float) -> None:
-        """Wait until it prints something or ends, at most ``timeout_s``; may return early."""
+        """Wait until it prints something or ends, for at most ``timeout_s``; may return early."""
         with self._news:
             if self._reader.is_alive():
                 self._news.wait(timeout_s)
 
     def ask(self, line: str, pattern: str = ".*", timeout_s: float = PATIENCE_S) -> str:
-        """Write a line to it; the next line that it prints and that matches."""
+        """Write a line to it; return the next matching line that it prints."""
         assert self.process.stdin is not None
         start = len(self.lines)
         self.process.stdin.write(line + "\n")
@@ -91,7 +91,7 @@ class Running:
         return self.wait_for(pattern, timeout_s, start=start).string
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit code, awaited."""
+        """Wait until it ends; return the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -100,7 +100,7 @@ class Running:
         return code
 
     def end(self) -> None:
-        """Kill it if it still runs. Whoever it started holds its output open and is the lab's to kill."""
+        """Kill it if it still runs. Its children may hold its output open; the lab kills them."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(PATIENCE_S)
@@ -114,7 +114,7 @@ class Running:
 
 @contextmanager
 def running(device: Device, *argv: object, cwd: Path | None = None, **env: str) -> Iterator[Running]:
-    """A command in the background, killed at the end if it still runs."""
+    """Run a command in the background; kill it at the end if it still runs."""
     started = Running(device, *argv, cwd=cwd, **env)
     try:
         yield started
@@ -124,7 +124,7 @@ def running(device: Device, *argv: object, cwd: Path | None = None, **env: str) 
 
 @contextmanager
 def probe(device: Device, *words: object) -> Iterator[Running]:
-    """``probe.py`` with these words, ready."""
+    """Run ``probe.py`` with these words, and wait until it is ready."""
     with running(device, sys.executable, PROBE, *words) as started:
         started.wait_for("^ready")
         yield started

@@ -1,4 +1,4 @@
-"""``seed.py SPEED`` on a device of a lab: it counts as measured, ``SPEED`` times as fast as others."""
+"""``seed.py SPEED``: make the lab device on which it runs count as measured, ``SPEED`` times as fast as others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat completion as it comes: every token with its time, and how it ended."""
+"""A chat completion while it streams: each token with its time, and the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.homelab.running import PATIENCE_S, Running
 
 
 class Stream:
-    """One streamed answer; ``running`` is ``client.py chat``. All times are ``time.monotonic``'s.
+    """One streamed completion; ``running`` is ``client.py chat``. All times are of ``time.monotonic``.
 
-    ``times`` has the time of each event that brought text; the head sends one a token, so they count as tokens.
+    Events with text count as tokens, since the head sends one per token.
     """
 
     def __init__(self, running: Running) -> None:
@@ -32,27 +32,27 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """What was answered so far."""
+        """The text so far."""
         return "".join(text for _, text in self._texts())
 
     @property
     def times(self) -> list[float]:
-        """When each token came."""
+        """The time of each token."""
         return [at for at, _ in self._texts()]
 
     @property
     def status(self) -> int | None:
-        """The HTTP status; None while there is none."""
+        """The HTTP status; None before the response."""
         return next((int(printed["status"]) for printed in self._printed() if "status" in printed), None)
 
     @property
     def retry_after(self) -> str | None:
-        """The header of a refusal."""
+        """The ``Retry-After`` header."""
         return next((printed["retry_after"] for printed in self._printed() if "status" in printed), None)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended; None for one that has not, or ended by an error."""
+        """The finish reason; None if the completion has not ended, or ended with an error."""
         for printed in self._printed():
             for choice in printed.get("event", {}).get("choices", []):
                 if choice.get("finish_reason"):
@@ -61,31 +61,31 @@ class Stream:
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """OpenAI's error object, if one came."""
+        """OpenAI's error object, if there was one."""
         return next(
             (printed["event"]["error"] for printed in self._printed() if "error" in printed.get("event", {})), None
         )
 
     @property
     def end(self) -> str | None:
-        """``done``, ``closed`` or the connection's error; None while it goes on."""
+        """``done``, ``closed`` or the connection's error; None while it is open."""
         return next((str(printed["end"]) for printed in self._printed() if "end" in printed), None)
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time between two tokens; 0 for fewer than two."""
+        """The longest time between two tokens; 0 if there are fewer than two."""
         return max((later - earlier for earlier, later in itertools.pairwise(self.times)), default=0.0)
 
     def recovered_s(self, since: float) -> float | None:
-        """How long after ``since`` the longest wait for a token that reached past it was over; None when none came since.
+        """Return the time from ``since`` to the end of the longest gap that ended later; None without later tokens.
 
-        Not the first token after ``since``: that one may have been on its way already.
+        The first token after ``since`` may have been under way before, so it does not count by itself.
         """
         gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(self.times) if later > since]
         return max(gaps)[1] - since if gaps else None
 
     def wait_tokens(self, count: int, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until ``count`` tokens are there. Fails when the stream ends before."""
+        """Wait for ``count`` tokens. Fails if the stream ends first."""
         deadline = time.monotonic() + timeout_s
         while len(self.times) < count:
             assert self.end is None, f"it ended ({self.end}) after {len(self.times)} tokens: {self.error}"
@@ -94,11 +94,11 @@ class Stream:
             self._running.wait_news(min(left, 0.5))
 
     def leave(self) -> None:
-        """Do not listen any more, as a client that goes away."""
+        """Disconnect."""
         self._running.end()
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> str:
-        """Wait until the stream is over; how it ended."""
+        """Wait for the end of the stream; return ``end``."""
         self._running.wait_for('"end"', timeout_s)
         assert self.end is not None
         return self.end
@@ -107,7 +107,7 @@ class Stream:
 def settled(stream: Stream) -> bool:
     """Whether a stream ended as every stream must: with a finish_reason or with an error, never silently.
 
-    After a finish_reason the server says [DONE]; an error is the last it says.
+    A finish_reason is followed by [DONE]; after an error [DONE] may be missing.
     """
     if stream.error is not None:
         return stream.finish_reason is None and stream.end in ("done", "closed")

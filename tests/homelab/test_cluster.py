@@ -1,4 +1,4 @@
-"""A real cluster on a lab: strangers on a network find each other, pair, and answer."""
+"""A real cluster on a lab: devices find each other on the network, pair, and serve."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, quick_m
 
 @pytest.mark.slow
 def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeLab, quick_model: Path) -> None:
-    """Such an address leads nowhere without the interface that it belongs to, which is another one on every device."""
+    """A link-local address is only valid with its interface, which differs between devices."""
     lab = make_lab(*(DeviceSpec(name=name, memory_bytes=1 << 30, ipv4=False) for name in "abc"))
     with Cluster(lab, quick_model) as cluster:
         cluster.start()

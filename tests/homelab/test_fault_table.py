@@ -1,4 +1,4 @@
-"""FAULTS.md says what the fault matrix says, cell by cell."""
+"""The table of ``docs/faults.md`` matches the fault matrix, cell by cell."""
 
 from __future__ import annotations
 

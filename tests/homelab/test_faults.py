@@ -1,6 +1,6 @@
-"""The fault matrix: every fault in every phase ends as ``matrix.py`` says, and how long the next token took.
+"""The fault matrix: every fault in every phase ends as ``matrix.py`` says; the time to the next token is recorded.
 
-All cells but those of pairing are made one after the other on one cluster of a head and three workers.
+All cells except those of pairing run one after another on one cluster of a head and three workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
     "layer file corrupted": "layer corrupted",
     "slow device": "slow",
 }
-"""Of the faults of ``faults.py``."""
+"""Names of faults in ``faults.py``, by their names in the matrix."""
 
 LOADED = ("prefill", "decode", "long answer", "idle")
 """Phases in which the device has its layers in memory."""
@@ -50,7 +50,7 @@ def parameters(*, pairing: bool) -> list[object]:
 
 
 class Bench:
-    """The rig of these tests: built when it is first asked for, and anew after a cell that failed."""
+    """The rig of these tests: built on first use, and rebuilt after a failed cell."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -72,7 +72,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest, is_matrix: bool) -> Iterator[Bench]:
-    """The times of the whole matrix are those of a real model; for the cells of the suite a quick one does."""
+    """The whole matrix uses a real model for its times; the cells of the suite a quick one."""
     made = Bench(request.getfixturevalue("smollm2" if is_matrix else "deep_model"))
     yield made
     made.tear_down()
@@ -90,7 +90,7 @@ def test_fault(cell: Cell, bench: Bench, request: pytest.FixtureRequest, record_
 
 
 def go_through(cell: Cell, rig: Rig) -> float:
-    """Make one cell; how long after the fault the next token came."""
+    """Run one cell; return the time from the fault to the next token."""
     name = rig.next_victim()
     under_way = REACH[cell.phase](rig, name)
     before = rig.whole_layers(name)
@@ -115,7 +115,7 @@ def go_through(cell: Cell, rig: Rig) -> float:
 
 
 def first_after(stream: Stream, at: float, cell: Cell) -> float:
-    """When the next token came: after the longest silence, where tokens were on their way already."""
+    """Return the time to the next token: after the longest gap, if tokens were already under way."""
     if cell.phase not in ("decode", "long answer"):
         return stream.times[0] - at
     seconds = stream.recovered_s(at)
@@ -124,7 +124,7 @@ def first_after(stream: Stream, at: float, cell: Cell) -> float:
 
 
 def strike(cell: Cell, rig: Rig, name: str) -> list[Path]:
-    """Do it; the layer files that were spoilt."""
+    """Inject the fault; return the damaged layer files."""
     if cell.fault != "layer file corrupted":
         FAULTS[NAMES[cell.fault]].do(rig.cluster, name)
         return []
@@ -142,7 +142,7 @@ def strike(cell: Cell, rig: Rig, name: str) -> list[Path]:
 
 
 def heal(cell: Cell, rig: Rig, name: str, spoilt: list[Path]) -> None:
-    """Do what the device's owner does about it."""
+    """Undo the fault, as the device's owner would."""
     device, fault = rig.lab.device(name), FAULTS[NAMES[cell.fault]]
     if fault.undo is not None:
         fault.undo(rig.cluster, name)

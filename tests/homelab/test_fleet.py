@@ -1,4 +1,4 @@
-"""What a fleet file may say, which cgroups a machine has, what the relay holds: the parts of a lab that need no root."""
+"""The parts of a lab that need no root: fleet files, the detection of cgroups, the queues of the relay."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_version_1_is_taken_where_it_holds_the_controllers(tmp_path: Path) -> No
 
 
 def test_version_2_gets_its_own_words(tmp_path: Path) -> None:
-    """On a folder that stands for the file system, which would make the files by itself."""
+    """Uses a plain folder; the real file system would create the files itself."""
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("memory pids\n")
     lab = tmp_path / "primad-lab-abcdef"

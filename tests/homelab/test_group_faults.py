@@ -1,6 +1,6 @@
-"""Devices of tensor-parallel groups fail: the answers go on in a ring without them, and no token changes.
+"""Devices of tensor-parallel groups fail: responses continue in a ring without them, and no token changes.
 
-All cells of a plan by hand are made on one cluster of a head and three workers, one of them more than the plan has.
+All cells of one manual plan run on one cluster of a head and three workers, one more than the plan uses.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NAMES = {
     "paused by its owner": "paused",
     "disk full": "disk full",
 }
-"""Of the faults of ``faults.py``."""
+"""Names of faults in ``faults.py``, by their names in the matrix."""
 SHARED = ("--parallel", "tensor", "--context", 4096, "--speculate", "lookup", "--batching", "fast", "--sequences", 2)
 DEVICES = 3
-"""Of a plan by hand."""
+"""Devices of a manual plan."""
 READY = ("ready", "serving")
 DRAFTED = {"logit_bias": {"28": 50.0, "29": 50.0}, "speculate": True}
-"""Two likely tokens, whose text repeats itself, so that drafts hold."""
+"""Two likely tokens, so that the text repeats itself and drafts are accepted."""
 DRAFTED_TOKENS = 100
 DRAFTED_PROMPT = "Tell me a story of a ship."
 
@@ -50,17 +50,17 @@ def parameters() -> list[object]:
 
 
 def write_shared_model(path: Path, vocabulary: Path) -> Path:
-    """A model that three devices can share, slow enough for a fault to come in its midst."""
+    """Write a model that three devices can share, slow enough for a fault to hit a running request."""
     shape = {"layers": 12, "width": 256, "heads": 8, "heads_kv": 4, "head_width": 32, "feed_forward": 768}
     write_model(path, vocabulary=f"from:{vocabulary}", tokens=FEW_TOKENS, quantisation="f32", **shape)
     return path
 
 
 class GroupRig(Rig):
-    """A cluster of a plan by hand with a group."""
+    """A cluster with a manual plan that has a group."""
 
     def whole(self) -> None:
-        """Wait until as many devices serve as the plan has, and the others could."""
+        """Wait until the devices of the plan serve, and all others are ready."""
         self.serves_with(DEVICES)
         self.wait_until(lambda: self.phases() <= {*READY}, "all are here")
 
@@ -68,11 +68,11 @@ class GroupRig(Rig):
         return {str(each["phase"]) for each in self.cluster.status()["cluster"]}
 
     def computing(self) -> list[str]:
-        """The devices that compute, in the order of the plan."""
+        """Return the computing devices, in the order of the plan."""
         return [str(each["name"]) for each in self.cluster.status()["devices"]]
 
     def strike(self, cell: GroupCell, name: str) -> None:
-        """Do it."""
+        """Inject the fault."""
         match cell.fault:
             case "cut off from the head":
                 self.lab.isolate(self.cluster.head.name, name)
@@ -82,7 +82,7 @@ class GroupRig(Rig):
                 FAULTS[NAMES[cell.fault]].do(self.cluster, name)
 
     def heal(self, cell: GroupCell, name: str) -> None:
-        """Do what the device's owner does about it."""
+        """Undo the fault, as the device's owner would."""
         fault = FAULTS.get(NAMES.get(cell.fault, ""), Fault(do=lambda *_: None))
         self.lab.heal()
         if fault.undo is not None:
@@ -91,17 +91,17 @@ class GroupRig(Rig):
             self.cluster.start_worker(name)
 
     def drafted(self) -> Stream:
-        """Ask for an answer of which tokens are drafted; does not wait for it."""
+        """Start a request with draft tokens."""
         return self.cluster.stream(DRAFTED_PROMPT, DRAFTED_TOKENS, **DRAFTED)
 
     def ranks(self, place: str) -> list[str]:
-        """Two devices of the group, of which the second one is the one that fails."""
+        """Return two devices of the group; the second one is to fail."""
         _, one, other = self.computing()
         return {"group of all": [one, other], "first of a group": [other, one], "other of a group": [one, other]}[place]
 
 
 class Bench:
-    """The rig of these tests, by plan: built when it is first asked for, and anew after a cell that failed."""
+    """The rig of these tests, by plan: built on first use, and rebuilt after a failed cell."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -118,7 +118,7 @@ class Bench:
             self._windows = windows
             self._rig.cluster.start()
         else:
-            self._rig.restart_head()  # it bears no grudges
+            self._rig.restart_head()  # a new head has no record of faults
         return self._rig
 
     def tear_down(self) -> None:
@@ -128,7 +128,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(smollm2: Path, is_matrix: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    del is_matrix  # it says how processes start
+    del is_matrix  # requested because it decides how processes start
     if (reason := missing()) is not None:
         pytest.skip(reason)
     path = write_shared_model(tmp_path_factory.mktemp("shared") / "shared.gguf", smollm2)
@@ -148,7 +148,7 @@ def test_a_device_of_a_group_fails(cell: GroupCell, bench: Bench, record_propert
 
 
 def go_through(cell: GroupCell, rig: GroupRig) -> float:
-    """Make one cell; how long after the fault the next token came."""
+    """Run one cell; return the time from the fault to the next token."""
     rig.whole()
     rig.undisturbed(SHORT)
     undisturbed = rig.drafted()

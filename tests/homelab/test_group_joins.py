@@ -1,4 +1,4 @@
-"""A device joins a tensor-parallel group while its share is on its way, and something happens to it: the others go on."""
+"""A device that joins a tensor-parallel group fails while it receives its share: the others keep serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lab is what it was asked to be, and does to its devices what it is told."""
+"""A lab has the requested devices and limits, and injects the requested faults."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def python(device: Device, code: str) -> str:
-    """What a piece of Python prints on a device."""
+    """Run Python code on a device; return its output."""
     done = device.run([sys.executable, "-c", code], cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def probed(device: Device, *words: object) -> str:
-    """What ``probe.py`` prints on a device."""
+    """Run ``probe.py`` on a device; return its output."""
     done = device.run([sys.executable, PROBE, *map(str, words)])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def connects(source: Device, address: str, wait_s: float) -> bool:
-    """Whether one attempt to reach the server at ``address`` succeeds in this time."""
+    """Whether one attempt to reach the server at ``address`` succeeds within ``wait_s``."""
     return source.run([sys.executable, PROBE, "ask", address, f"{wait_s}"]).returncode == 0
 
 
 def reaches(source: Device, address: str) -> bool:
-    """Whether a device reaches the server at ``address``.
+    """Try until a device reaches the server at ``address``.
 
-    An attempt may fail at once where an earlier one is still asking for the hardware address in vain.
+    An attempt may fail at once while an earlier one still waits for the hardware address.
     """
     while not connects(source, address, 5.0):
         continue
@@ -48,16 +48,16 @@ def reaches(source: Device, address: str) -> bool:
 
 
 def apart(source: Device, address: str) -> bool:
-    """Whether it does not, for as long as tests can wait."""
+    """Whether one attempt fails, within the time that tests can wait."""
     return not connects(source, address, 0.4)
 
 
 def best(
     figure: Callable[[], float], better: Callable[[float, float], float], is_good: Callable[[float], bool]
 ) -> float:
-    """The best of a figure that is asked for until it is good: a machine that is busy makes it worse, never better.
+    """Measure until ``is_good`` and return the best figure: a busy machine makes figures worse, never better.
 
-    However long the machine is busy: only one on which it is never good makes the test hang, until pytest ends it.
+    If it never becomes good the test hangs until pytest ends it.
     """
     found = figure()
     while not is_good(found):
@@ -105,7 +105,7 @@ def test_latency_is_added_to_a_round_trip(make_lab: MakeLab) -> None:
 
 
 def best_rate(source: Device, target: Device, minimum: float) -> float:
-    """Megabits per second that ``target``, which serves, takes from ``source``."""
+    """Return the megabits per second that ``target``, which runs a server, receives from ``source``."""
     return best(lambda: float(probed(source, "rate", target.ip, 1)), max, lambda rate: rate > minimum)
 
 
@@ -191,7 +191,7 @@ def test_half_open_hangs_what_was_open_and_shows_no_cut(pair: Homelab) -> None:
         assert hasty.ask("two") == "timeout"
         assert python(b, "print(open('/sys/class/net/eth0/carrier').read())") == "1"
         pair.plug("b")
-        assert patient.ask("three").startswith("b three")  # the same connection, by TCP's own patience
+        assert patient.ask("three").startswith("b three")  # on the same connection: TCP retransmitted it
 
 
 def test_a_device_without_power_says_nothing_until_it_is_back(pair: Homelab) -> None:
@@ -199,7 +199,7 @@ def test_a_device_without_power_says_nothing_until_it_is_back(pair: Homelab) -> 
     with probe(b, "serve", "b"), probe(a, "ask", b.ip, "0.5", PATIENCE_S) as client:
         pair.power_off("b")
         assert not b.pids()
-        assert client.ask("one") == "timeout"  # a killed server alone would have closed the connection
+        assert client.ask("one") == "timeout"  # killing only the server would have closed the connection
     pair.power_on("b")
     with probe(b, "serve", "b"):
         assert reaches(a, b.ip)
@@ -263,7 +263,7 @@ def test_killing_a_device_takes_everything_that_runs_there(pair: Homelab) -> Non
         assert len(a.kill()) >= 2
         assert not a.pids()
         assert shell.wait_end() == -signal.SIGKILL
-        assert reaches(a, b.ip)  # the machine is there still
+        assert reaches(a, b.ip)  # the machine itself is still up
     with pytest.raises(LabError, match="no ring process"):
         b.kill("ring")
 
@@ -304,11 +304,11 @@ def test_devices_find_each_other_by_mdns_unless_multicast_is_off(make_lab: MakeL
         with probe(d, "announce", "from-d"), probe(a, "announce", "from-a"), probe(b, "announce", "from-b"):
             seen.wait_for("found from-a")
             seen.wait_for("found from-b")
-            deaf.wait_for("found from-d")  # it hears itself, so it listens
+            deaf.wait_for("found from-d")  # it receives its own announcement, so it is listening
         assert "from-d" not in seen.output
         assert "from-a" not in deaf.output
         with probe(c, "serve", "c"):
-            assert reaches(d, c.ip)  # and nothing else is off
+            assert reaches(d, c.ip)  # other traffic gets through
 
 
 def test_a_command_that_is_not_there_is_told_in_one_line(pair: Homelab) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to a lab or to the program that built it, nothing of it stays on the machine."""
+"""Nothing of a lab stays on the machine, whatever happens to it or to the program that built it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ crash()
 
 
 def traces(lab: str) -> set[str]:
-    """What this machine has of a lab: mounts, loop devices, cgroups, folders, processes."""
+    """Return everything of a lab on this machine: mounts, loop devices, cgroups, folders, processes."""
     found = set(Path("/proc/self/mountinfo").read_text().splitlines())
     found |= set(texts(Path("/sys/block").glob("loop*/loop/backing_file")))
     found |= {folder for folder, _, _ in os.walk("/sys/fs/cgroup")}
@@ -55,7 +55,7 @@ def traces(lab: str) -> set[str]:
 
 
 def texts(paths: Iterable[Path]) -> Iterator[str]:
-    """What these files say, without those that have gone: other labs come and go as well."""
+    """Yield the texts of these files; files of other labs may vanish meanwhile."""
     for path in paths:
         with suppress(OSError):
             yield path.read_bytes().decode(errors="replace")
@@ -68,7 +68,7 @@ def interfaces() -> set[str]:
 
 
 def crash(when: str) -> str:
-    """Build a lab in a process that is killed; the lab's id. Whoever builds another one may remove it any time."""
+    """Build a lab in a process that is killed; return its id. Any later lab may remove it."""
     done = subprocess.run(
         [sys.executable, "-c", START, when],
         cwd=REPOSITORY,
@@ -84,12 +84,12 @@ def crash(when: str) -> str:
 
 
 def tool(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``homelab`` as from a shell."""
+    """Run ``tools/homelab.py``."""
     return subprocess.run([*TOOL, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def lab_of(pid: int) -> str | None:
-    """The lab that a process builds."""
+    """Return the lab that a process is building."""
     for lab in lab_ids(ROOTS):
         with suppress(LabError):
             owner = record.read(lab).owner
@@ -105,7 +105,7 @@ def test_a_lab_is_gone_after_its_block(make_lab: MakeLab) -> None:
         assert interfaces() == before
     assert not traces(lab.id)
     assert interfaces() == before
-    lab.down()  # again is no error
+    lab.down()  # repeating it is no error
 
 
 def test_a_lab_that_cannot_be_finished_undoes_itself(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_down_finds_what_a_killed_program_left(make_lab: MakeLab, when: str) -> 
     lab = crash(when)
     done = tool("down", lab)
     gone = done.stdout == f"lab {lab}: gone\n"
-    assert gone or f"lab {lab}: not there" in done.stderr, done.stderr  # a lab of another test may have been quicker
+    assert gone or f"lab {lab}: not there" in done.stderr, done.stderr  # another test's lab may have removed it first
     assert not traces(lab)
 
 
@@ -149,7 +149,7 @@ def test_the_tool_builds_breaks_and_removes_a_lab(make_lab: MakeLab, tmp_path: P
     assert done.returncode == 0, done.stderr
     lab = done.stdout.split()[1].rstrip(":")
     try:
-        make_lab(DeviceSpec(name="other"))  # neither takes the other away
+        make_lab(DeviceSpec(name="other"))  # neither removes the other
         assert tool("--lab", lab, "exec", "b", "hostname").stdout == "b\n"
         assert tool("--lab", lab, "exec", "b", "--", "sh", "-c", "exit 7").returncode == 7
         for words in (

@@ -1,4 +1,4 @@
-"""What a stream says of an answer: its text, the time of every token, and how it ended; no lab is needed for that."""
+"""``Stream`` reports a completion's text, the time of each token, and the end; needs no lab."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ERROR = json.dumps({"error": {"message": "b went away", "code": "service_unavail
 
 @contextmanager
 def server(status: int, events: Sequence[str]) -> Iterator[str]:
-    """An endpoint that answers every request with these events, or with a body; its address."""
+    """Serve these events, or a body, for every request; yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -96,7 +96,7 @@ def test_gaps_are_between_tokens() -> None:
     printed = [{"at": at, "event": json.loads(piece("x"))} for at in (10.0, 10.1, 12.6, 12.7)]
     stream = streamed(printed)
     assert stream.longest_gap_s == pytest.approx(2.5)
-    assert stream.recovered_s(10.05) == pytest.approx(2.55)  # not the token at 10.1, which was on its way
+    assert stream.recovered_s(10.05) == pytest.approx(2.55)  # not the token at 10.1, which was already under way
     assert stream.recovered_s(11.0) == pytest.approx(1.6)
     assert stream.recovered_s(12.7) is None
     assert streamed(printed[:1]).longest_gap_s == 0
@@ -107,5 +107,5 @@ def test_health_is_asked_and_awaited() -> None:
         for words in (("health", url), ("wait", url, "5")):
             (printed,) = client(*words)
             assert (printed["status"], printed["body"]) == (200, {"status": "ok"})
-    (printed,) = client("health", url)  # nobody answers there now
+    (printed,) = client("health", url)  # the server has ended
     assert printed["status"] == 0

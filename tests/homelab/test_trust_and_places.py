@@ -1,4 +1,4 @@
-"""What people do with devices on a real network: revoke one and pair it again, rename one, ask a head by its address."""
+"""Devices on a real network are revoked, paired again and renamed, and a head is queried by its address."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ASK = "import sys, urllib.request as u; print(u.urlopen(u.Request(sys.argv[1], h
 
 
 def tiny(folder: Path) -> Path:
-    """A model of 6 layers, under 1 MB."""
+    """Write a model of 6 layers, under 1 MB."""
     write_model(folder / "tiny.gguf")
     return folder / "tiny.gguf"
 
 
 def run(cluster: Cluster, device: str, *words: object, fails: bool = False) -> str:
-    """What ``primad`` prints on a device; it may end with an error only where it ``fails``."""
+    """Run ``primad`` on a device; return its output. An error is only allowed with ``fails``."""
     argv = [PRIMAD, *map(str, words)]
     done = cluster.lab.device(device).run(argv, env=cluster._env(), timeout_s=PATIENCE_S)
     assert fails or done.returncode == 0, f"{done.stdout}{done.stderr}\n{cluster.logs()}"
@@ -33,14 +33,14 @@ def run(cluster: Cluster, device: str, *words: object, fails: bool = False) -> s
 
 
 def rows(cluster: Cluster, device: str) -> dict[str, dict[str, Any]]:
-    """What ``primad devices`` shows on a device, by key: a key has one row."""
+    """Return the rows of ``primad devices`` on a device by key, which are unique."""
     found = json.loads(run(cluster, device, "devices", "--json"))
     assert len({row["key"] for row in found}) == len(found)
     return {row["key"]: row for row in found}
 
 
 def trust_findings(cluster: Cluster, device: str) -> list[str]:
-    """What ``primad doctor`` says of trust; a lab may lack other things."""
+    """Return the findings of ``primad doctor`` about trust; others depend on the lab."""
     found = json.loads(run(cluster, device, "doctor", "--json", "--cluster", f"lab-{cluster.lab.id}", fails=True))
     return [each["text"] for each in found if each["check"] == "trust"]
 
@@ -77,7 +77,7 @@ def test_a_device_that_was_renamed_is_one_line_and_found_by_both_names(make_lab:
     with Cluster(lab, tmp_path / "none.gguf") as cluster:
         cluster.prepare()
         cluster.start_worker("b")
-        lab.device("b").kill()  # without a word: it is announced under its old name for a while
+        lab.device("b").kill()  # without a goodbye, so it stays announced under its old name for a while
         cluster.start_worker("b", "--name", "attic")
 
         def shown() -> list[tuple[str, str]]:
