@@ -1,4 +1,4 @@
-"""A cluster under attack: a head and a worker that serve, their open doors, and what they may cost meanwhile."""
+"""A cluster under attack: a head and a worker that serve, their open ports, and limits of what attacks may cost."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from tests.e2e.streams import show
 
 MAX_GROWTH_BYTES = 64 << 20
 MORE_DESCRIPTORS = 12
-"""Connections of the cluster's own come and go."""
+"""The cluster's own connections come and go."""
 LINES_PER_S = 8
-"""Each gate and each link says once a second that it refuses something; there are about seven."""
+"""Each gate and each link logs at most one refusal per second; there are about seven."""
 TOKENS = 60
 PAUSE_S = 0.5
-"""Between two answers: who asks without one has the core that is attacked."""
+"""Pause between two requests, which leaves the CPU to the attacked processes."""
 ROGUE = new_identity()
-"""A device that the head trusts, and that does not behave."""
+"""A malicious device that the head trusts."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the processes of a daemon use: by process id, memory in bytes and descriptors."""
+    """What the daemons' processes use, by process id: bytes of memory, and descriptors."""
 
     rss_bytes: dict[int, int]
     descriptors: dict[int, int]
@@ -58,8 +58,8 @@ class Costs:
 class House:
     """A head and a worker that serve by ``plan``, and a second worker that waits for a head of another cluster.
 
-    Windows that are set by hand stay as they are: where others are at work, a plan that was solved is made anew as the
-    devices are slower than their profiles, and ring processes come and go.
+    With manual windows the plan is stable: on a busy machine devices are slower than their profiles, so a solved plan is
+    replaced, and ring processes come and go.
     """
 
     def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path], *plan: object) -> None:
@@ -86,7 +86,7 @@ class House:
         return self.homes[owner].name
 
     def key_text(self, owner: str) -> str:
-        """The public key of a device as commands take it."""
+        """The public key of a device, in the form that commands take."""
         return key_hex(self.key(owner))
 
     def command(self, *arguments: object) -> None:
@@ -103,17 +103,17 @@ class House:
         return control_port(self.daemons[worker])
 
     def layer(self) -> str:
-        """The digest of a layer that the worker holds."""
+        """Return the digest of a layer that the worker has."""
         return next((self.homes["w1"] / "cache" / "layers").glob("*.gguf")).stem
 
     async def open_pairing(self) -> PairingCode:
-        """The code that the head shows."""
+        """Make the head show a pairing code; return it."""
         answer = await asyncio.to_thread(ask, self.homes["head"], OpenPairing())
         assert isinstance(answer, PairingCode)
         return answer
 
     def doors(self, pairing: int) -> list[Door]:
-        """Every TCP port that a process of the cluster listens on; ``pairing`` is that of the open code."""
+        """Return every TCP port on which a process of the cluster listens; ``pairing`` is that of the open code."""
         kinds = {self.head.port: "http", pairing: "pairing"}
         found = [
             Door(owner, port, kinds.get(port, "zmq"), self.key(owner))
@@ -126,7 +126,7 @@ class House:
         return found
 
     def costs(self) -> Costs:
-        """What all processes use now; those that only solve are left out, they come and go."""
+        """Return what all processes use now, except solver processes, which come and go."""
         rss: dict[int, int] = {}
         descriptors: dict[int, int] = {}
         for process in (each for run in self.daemons.values() for each in steady(run)):
@@ -135,7 +135,7 @@ class House:
         return Costs(rss, descriptors)
 
     def logs(self) -> int:
-        """Lines that were said so far, those of ring processes included."""
+        """Return the number of lines logged so far, by ring processes too."""
         files = (path for home in self.homes.values() for path in (home / "run").glob("ring-*.log"))
         return sum(len(run.lines) for run in self.daemons.values()) + sum(
             path.read_text().count("\n") for path in files
@@ -143,7 +143,7 @@ class House:
 
     @contextmanager
     def undisturbed_by(self, what: str) -> Iterator[None]:
-        """Whatever is done inside, answers stay the same, nobody dies, grows, leaks or chatters."""
+        """Check that what happens inside changes no completion, and no process ends, grows, leaks or floods its log."""
         before, printed, began = self.costs(), self.logs(), time.monotonic()
         try:
             with self._answering():
@@ -168,7 +168,7 @@ class House:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Ask again and again while inside; every answer is the one that nobody disturbed."""
+        """Repeat a request while inside; every completion equals the undisturbed one."""
         ended = threading.Event()
         reported: list[streams.Reported] = []
 
@@ -189,28 +189,28 @@ class House:
         assert self.head.health()[0] == 200
 
     def output(self) -> str:
-        """All that the daemons said, for people."""
+        """Return the output of all daemons."""
         return "\n\n".join(f"{name}:\n{run.output}" for name, run in self.daemons.items())
 
 
 def trust(home: Path, device: Identity, role: TrustRole) -> None:
-    """Let the device of ``home`` trust ``device``, as its owner does with ``primad devices trust``."""
+    """Make the device of ``home`` trust ``device``, as ``primad devices trust`` does."""
     store = TrustStore(home, load_identity(home), LocalTrust(home / "nobody"))
     store.add(trusted_now("rogue", device.public, BY_HAND, role))
 
 
 def steady(run: Primad) -> list[psutil.Process]:
-    """The processes of a daemon that live as long as it serves."""
+    """Return the processes of a daemon that live as long as it serves."""
     return [each for each in run.processes() if "primad.planning.solver_process" not in command_of(each)]
 
 
 def listening(run: Primad) -> set[int]:
-    """The TCP ports that the processes of a daemon listen on; all of them, and their UDP ports, are on loopback."""
+    """Return the TCP ports on which a daemon's processes listen; they and the UDP ports must be on loopback."""
     return set().union(*map(listening_of, steady(run)))
 
 
 def listening_of(process: psutil.Process) -> set[int]:
-    """The TCP ports that one process listens on."""
+    """Return the TCP ports on which one process listens."""
     found = set()
     for each in process.net_connections("inet"):
         if each.status == psutil.CONN_LISTEN:
@@ -222,7 +222,7 @@ def listening_of(process: psutil.Process) -> set[int]:
 
 
 def connected(one: psutil.Process, other: psutil.Process) -> bool:
-    """Whether any connection joins the two."""
+    """Whether there is a connection between the two."""
     try:
         ends = [{each.laddr for each in process.net_connections("tcp")} for process in (one, other)]
         return any(each.raddr in ends[1] for each in one.net_connections("tcp") if each.raddr)
@@ -231,10 +231,10 @@ def connected(one: psutil.Process, other: psutil.Process) -> bool:
 
 
 def who(house: House, device: str = "guest") -> Who:
-    """What a device that wants to be paired says of itself."""
+    """Return the introduction of a device that wants to be paired."""
     return Who(device=device, key=new_identity().public, cluster=house.cluster, version="0")
 
 
 def admin_port(home: Path) -> int:
-    """Where the daemon of ``home`` listens to its owner."""
+    """Return the admin port of the daemon of ``home``."""
     return int(json.loads(note_path(home).read_text())["port"])

@@ -1,4 +1,4 @@
-"""What strangers say by mDNS, on loopback: nonsense, and other devices' names."""
+"""mDNS attacks on loopback: malformed packets, and announcements of other devices' names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from primad.trust.identity import new_identity
 
 HOST = "127.0.0.1"
 _UNASKED = partialmethod(AsyncZeroconf.async_register_service, cooperating_responders=True)
-"""Who takes another's name does not ask before whether it is free."""
+"""Registers a name without checking whether it is free."""
 
 
 def datagrams() -> list[bytes]:
-    """Nonsense of all sizes, and questions that point to themselves."""
+    """Return malformed packets of all sizes, and questions whose names point to themselves."""
     header = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00"
     answer = b"\x00\x00\x84\x00\x00\x00\xff\xff\x00\x00\x00\x00"
     loop = header + b"\xc0\x0c\x00\x0c\x00\x01"
@@ -30,7 +30,7 @@ def datagrams() -> list[bytes]:
 
 @asynccontextmanager
 async def impostors(cluster: str, name: str, count: int) -> AsyncIterator[None]:
-    """A stranger that announces itself as the worker ``name``'s namesakes, with keys of its own and nobody listening."""
+    """Announce ``count`` workers, the first under ``name``, with other keys and nothing listening."""
     announced = [Discovery(HOST, None) for _ in range(count)]
     try:
         names = [name, *(f"fake-{number}" for number in range(1, count))]

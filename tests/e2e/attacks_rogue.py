@@ -1,4 +1,4 @@
-"""A device that is trusted and does not behave: what it says on the control link and on the layer link."""
+"""A trusted but malicious device: its messages on the control link and on the layer link."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FLOOD = 400
 
 
 class Rogue:
-    """A connection of the rogue device to the port of a device with ``key``; it takes few answers unless it asks for one."""
+    """A connection of the rogue device to a port of the device with ``key``; it buffers few replies."""
 
     def __init__(self, context: zmq.asyncio.Context, port: int, key: str) -> None:
         self.socket = open_socket(context, zmq.DEALER, identity=ROGUE, server=key)
@@ -59,33 +59,33 @@ class Rogue:
         self.socket.connect(endpoint(HOST, port))
 
     async def say(self, *frames: bytes) -> None:
-        """One message."""
+        """Send one message."""
         async with asyncio.timeout(PATIENCE_S):
             await self.socket.send_multipart(frames)
 
     async def say_all(self, messages: Sequence[HeadMessage | bytes]) -> None:
-        """Messages of the control link, or bytes that are none."""
+        """Send messages of the control link, or other bytes."""
         for message in messages:
             await self.say(message if isinstance(message, bytes) else encode(message))
 
     async def hear(self) -> WorkerMessage:
-        """The next answer."""
+        """Return the next reply."""
         async with asyncio.timeout(PATIENCE_S):
             return decode_from_worker((await self.socket.recv_multipart())[0])
 
     async def wait_for(self, kind: type[Any]) -> Any:
-        """The next answer of a kind."""
+        """Return the next reply of this kind."""
         while not isinstance(message := await self.hear(), kind):
             continue
         return message
 
     async def answered(self) -> bytes:
-        """The next answer, whatever it is."""
+        """Return the next reply undecoded."""
         async with asyncio.timeout(PATIENCE_S):
             return (await self.socket.recv_multipart())[0]
 
     async def is_answered(self) -> bool:
-        """Whether an answer comes within the time that ten take."""
+        """Whether a reply comes within the time that ten usually take."""
         try:
             async with asyncio.timeout(NOTHING_S):
                 await self.socket.recv_multipart()
@@ -96,7 +96,7 @@ class Rogue:
 
 @asynccontextmanager
 async def rogues(port: int, key: str, count: int = 1) -> AsyncIterator[list[Rogue]]:
-    """``count`` connections of the rogue device."""
+    """Open ``count`` connections of the rogue device."""
     context = zmq.asyncio.Context()
     try:
         yield [Rogue(context, port, key) for _ in range(count)]
@@ -105,14 +105,14 @@ async def rogues(port: int, key: str, count: int = 1) -> AsyncIterator[list[Rogu
 
 
 async def layer_doors(house: House) -> list[Door]:
-    """Where the head and the worker give layers; their addresses are told on the control link only."""
+    """Return the layer ports of the head and the worker, which only the control link reports."""
     found = []
     pairing = (await house.open_pairing()).port
     for owner in ("head", "w1"):
         ports = listening(house.daemons[owner]) - listening_of(ring_process(house.daemons[owner]))
         ports -= {house.head.port, house.port("w1"), pairing, admin_port(house.homes[owner])}
         asking = [asyncio.create_task(_layers_at(house, owner, port)) for port in ports]
-        found.append(await next(asyncio.as_completed(asking)))  # the head's other one, of relayed requests, is silent
+        found.append(await next(asyncio.as_completed(asking)))  # the head's port for relayed requests does not reply
         for each in asking:
             each.cancel()
         await asyncio.wait(asking)
@@ -127,7 +127,7 @@ async def _layers_at(house: House, owner: str, port: int) -> Door:
 
 
 def nonsense() -> list[bytes]:
-    """Messages that are none, or that no device can do."""
+    """Return invalid messages, and ones that no device can execute."""
     load = msgspec.to_builtins(LOAD)
     absurd: list[dict[str, object]] = [
         {"rows": 1 << 40},
@@ -163,17 +163,17 @@ def nonsense() -> list[bytes]:
 
 
 def introductions(count: int = MAX_DEVICES) -> list[Introduction]:
-    """Devices that nobody knows."""
+    """Return introductions of unknown devices."""
     return [Introduction(f"device-{number}", new_identity().public) for number in range(count)]
 
 
 def keys(count: int) -> list[str]:
-    """Public keys of nobody."""
+    """Return public keys of no device."""
     return [new_identity().public for _ in range(count)]
 
 
 def not_its_business() -> list[HeadMessage]:
-    """What only the head that a worker works for may say."""
+    """Return messages that a worker accepts only from its own head."""
     return [
         LOAD,
         Release(epoch=1),
@@ -184,7 +184,7 @@ def not_its_business() -> list[HeadMessage]:
 
 
 def loads(count: int) -> list[HeadMessage]:
-    """Parts in so many rings, as large as a device believes, of layers that nobody has."""
+    """Return stages of ``count`` rings, as large as validation allows, of layers that no device has."""
     nobody = Contact(device="nobody", key=new_identity().public, addresses=["127.0.0.1"], port=1)
     large = LayerRef("ab" * 32, 1 << 40, (LayerTensor("attn.weight", 0, (1 << 38,), 0, 1 << 40),))
     windows = a_load(1, first=0, last=1, layers=(large,), metadata=b"GGUF").windows
@@ -193,12 +193,12 @@ def loads(count: int) -> list[HeadMessage]:
 
 
 def echoes() -> list[HeadMessage]:
-    """Questions for four hundred megabytes of answers."""
+    """Return requests for 400 MB of replies."""
     return [Echo(payload=b"", answer_bytes=MAX_ECHO_BYTES)] * FLOOD
 
 
 def requests(digest: str) -> list[bytes]:
-    """Requests for layers, the possible ones and others."""
+    """Return requests for layers, valid and invalid ones."""
     wanted = [encode(FetchChunk(digest=digest, offset=0, size=CHUNK_BYTES))] * (FLOOD // 2)
     return [
         *wanted,

@@ -1,6 +1,6 @@
-"""What strangers do to an open port, and what may come back: a greeting and a refusal, never a message.
+"""Attacks of strangers on an open port, which may reply with a greeting and a refusal, but never a message.
 
-Everything is bounded by deadlines, and every function returns the bytes that the attacker got.
+Everything has a deadline, and the attacks return the bytes that the attacker received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RAW = GARBAGE | {
 
 @dataclass(frozen=True)
 class Door:
-    """A port of a daemon. ``key`` is the public key that a stranger takes for its owner's (from mDNS)."""
+    """A port of a daemon. ``key`` is its owner's public key, which mDNS announces."""
 
     owner: str
     port: int
@@ -52,7 +52,7 @@ class Door:
 
 
 def judge(door: Door, heard: bytes) -> None:
-    """Nothing but a greeting and a refusal was heard."""
+    """Check that only a greeting and a refusal were received."""
     assert len(heard) <= MAX_HEARD_BYTES, (door, heard)
     if door.kind == "pairing":
         assert heard == b"", (door, heard)
@@ -66,7 +66,7 @@ def judge(door: Door, heard: bytes) -> None:
 
 
 def commands(data: bytes) -> Iterator[bytes]:
-    """The names of the commands in ``data``; a message's frame is called ``message``."""
+    """Yield the names of the commands in ``data``; ``message`` for the frame of a message."""
     while data:
         size, start = (int.from_bytes(data[1:9], "big"), 9) if data[0] & _LONG else (int(data[1]), 2)
         body = data[start : start + size]
@@ -75,7 +75,7 @@ def commands(data: bytes) -> Iterator[bytes]:
 
 
 async def send_raw(door: Door, data: bytes) -> bytes:
-    """Say ``data`` and wait until the other side has had enough."""
+    """Send ``data`` and wait until the other side closes the connection."""
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await raw(door.port)
         opened = time.monotonic()
@@ -87,7 +87,7 @@ async def send_raw(door: Door, data: bytes) -> bytes:
 
 
 async def dribble(door: Door) -> bytes:
-    """Say a greeting or a request a byte at a time, slower than anybody has patience."""
+    """Send a greeting or a request one byte at a time, more slowly than any timeout allows."""
     words = b"GET / HTTP/1.1\r\nX: " + b"x" * 999 if door.kind == "http" else ZMTP_CURVE * 10
     if door.kind == "pairing":
         words = b"\x0f\xff" + bytes(999)
@@ -107,11 +107,11 @@ async def dribble(door: Door) -> bytes:
 
 
 async def burst(door: Door, count: int) -> list[bytes]:
-    """``count`` connections at once that say nothing, or a greeting; held until the other side closes them."""
+    """Open ``count`` connections at once, silent or with a greeting; hold them until the other side closes them."""
     opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     try:
-        # Where the queue of a door is full the kernel asks again after 1, 3, 7 s, or answers with a cookie. Then it may
-        # forget the end of the handshake, which only who speaks is told: later the others do.
+        # If the accept queue is full the kernel retries after 1, 3, 7 s, or sends a SYN cookie. Then it may lose the end
+        # of the handshake, which only a client that sends notices; so silent ones send a byte at the end.
         async with asyncio.timeout(PATIENCE_S):
             for at in range(0, count, 100):
                 many = [raw(door.port) for _ in range(min(100, count - at))]
@@ -134,7 +134,7 @@ async def burst(door: Door, count: int) -> list[bytes]:
 
 
 async def all_but(few: int, tasks: Collection[asyncio.Future[bytes]]) -> set[asyncio.Future[bytes]]:
-    """Those of ``tasks`` that are left when all but a few have ended."""
+    """Wait until at most ``few`` tasks are left, or for ``PATIENCE_S``; return the rest."""
     left = set(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
@@ -145,7 +145,7 @@ async def all_but(few: int, tasks: Collection[asyncio.Future[bytes]]) -> set[asy
 
 @dataclass
 class Talk:
-    """What was said on one connection, by who opened it (``up``) and by the other side."""
+    """The bytes of one connection: from its opener (``up``) and from the other side (``down``)."""
 
     up: bytearray = field(default_factory=bytearray)
     down: bytearray = field(default_factory=bytearray)
@@ -153,16 +153,16 @@ class Talk:
 
 @dataclass
 class Tap:
-    """A place between a client and a door: it passes bytes on, keeps them, and changes them when told."""
+    """A proxy between a client and a door: it forwards and records bytes, and corrupts ``flips`` of them."""
 
     port: int
     talks: list[Talk] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     flips: int = 0
-    """So many pieces that pass get one bit changed."""
+    """Number of further chunks in which one bit is flipped."""
 
     async def carry(self, here: asyncio.StreamReader, there: asyncio.StreamWriter, kept: bytearray) -> None:
-        """Pass on what ``here`` says until it ends."""
+        """Forward and record the bytes of ``here`` until it ends."""
         with suppress(ConnectionError):
             while data := bytearray(await here.read(1 << 16)):
                 if self.flips:
@@ -172,7 +172,7 @@ class Tap:
                 there.write(data)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-        """One connection, passed on to ``port``."""
+        """Forward one connection to ``port``."""
         far_reader, far_writer = await raw(port)
         talk = Talk()
         self.talks.append(talk)
@@ -185,14 +185,14 @@ class Tap:
 
 @asynccontextmanager
 async def tap(port: int) -> AsyncIterator[Tap]:
-    """A tap before ``port``."""
+    """Run a tap in front of ``port``."""
     tasks: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(found.serve(reader, writer, port))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: writer.transport.abort())  # also where it ended before it began to carry
+        task.add_done_callback(lambda _: writer.transport.abort())  # even if it ended before it forwarded anything
 
     server = await asyncio.start_server(connected, HOST, 0)
     found = Tap(server.sockets[0].getsockname()[1])
@@ -210,7 +210,7 @@ CLIENTS = ("none", "plain", "own key", "guessed server key", "server's public ke
 
 
 def _client(context: zmq.asyncio.Context, door: Door, who: str) -> zmq.asyncio.Socket:
-    """A client of ZeroMQ as a stranger makes one."""
+    """Return a stranger's ZeroMQ client."""
     mine = new_identity()
     match who:
         case "none" | "plain":
@@ -223,13 +223,13 @@ def _client(context: zmq.asyncio.Context, door: Door, who: str) -> zmq.asyncio.S
             return open_socket(context, zmq.DEALER, identity=mine, server=door.key)
         case "guessed server key":
             return open_socket(context, zmq.DEALER, identity=mine, server=new_identity().public)
-        case _:  # it knows the key of a trusted device, not the secret that belongs to it
+        case _:  # it knows the public key of a trusted device, not the secret key
             thief = Identity(public=door.key, secret=mine.secret)
             return open_socket(context, zmq.DEALER, identity=thief, server=door.key)
 
 
 async def ask_as(door: Door, who: str) -> list[bytes]:
-    """Ask over ZeroMQ as ``who``, one of ``CLIENTS``; no answer comes. What each of its connections heard."""
+    """Send a request over ZeroMQ as ``who`` of ``CLIENTS``; no reply must come. Return each connection's bytes."""
     context = zmq.asyncio.Context()
     try:
         async with tap(door.port) as between:

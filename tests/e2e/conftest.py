@@ -1,4 +1,4 @@
-"""Each module of daemons has a network to itself, where one can be made, so that two may run side by side."""
+"""Each module has its own network where possible, so that modules with daemons can run in parallel."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.forks import executing
 
 @pytest.fixture(scope="module", autouse=True)
 def _network_of_its_own() -> Iterator[None]:
-    """A loopback that nobody else announces or listens on; processes and threads that start meanwhile have it too.
+    """A loopback of this module's own, inherited by the processes and threads that start meanwhile.
 
-    Daemons of the same name would be given others, however their clusters are called. Needs Linux and root, with ``ip``;
-    elsewhere the machine's network serves, and tests should run one after another.
+    On a shared one daemons of the same name are renamed, even in different clusters. Needs Linux, root and ``ip``;
+    otherwise tests use the machine's network and should run one after another.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         yield
         return
-    address = uuid.getnode().to_bytes(6, "big").hex(":")  # by which processes know that it is the same machine
+    address = uuid.getnode().to_bytes(6, "big").hex(":")  # by which processes recognise the machine
     library = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        if library.unshare(_NETWORK) != 0:  # a container that may not
+        if library.unshare(_NETWORK) != 0:  # not permitted in this container
             yield
             return
         try:
@@ -49,11 +49,11 @@ def _network_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forks: None) -> None:
-    """Commands fork, and what they start."""
+    """Commands are forked, and so are their children."""
 
 
 @pytest.fixture
 def started_by_a_shell() -> Iterator[None]:
-    """Commands start with all that a start takes, and so does what they start."""
+    """Commands and their children start by ``exec``, as users start them."""
     with executing():
         yield

@@ -1,4 +1,4 @@
-"""Many clients of one head at once, who read as people do: to the end, slowly, for a while, or not at all."""
+"""Many concurrent clients of one head, which read to the end, slowly, for a while, or not at all."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PROMPTS = (
     "One, two,",
 )
 LEFT_S = 0.2
-"""A client that loses patience does so within this time."""
+"""Maximum time after which an impatient client disconnects."""
 SLOW_S = 0.02
-"""A slow reader pauses so long before each piece, at most."""
+"""Maximum pause of a slow reader before each chunk."""
 
 
 class Crowd:
-    """``clients`` that ask ``url`` in turn; ``ends`` counts how each request ended, by what its client did."""
+    """Clients of ``url``; ``ends`` counts finished requests by the behaviour of their client."""
 
     def __init__(self, url: str, *, seed: int) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Crowd:
         self.ends: Counter[str] = Counter()
 
     async def ask(self, requests: int, clients: int) -> None:
-        """All ``requests``, no more of them at once than there are ``clients``."""
+        """Send ``requests`` requests, at most ``clients`` at a time."""
         ways: Sequence[Callable[[httpx.AsyncClient], Awaitable[None]]]
         ways = (self.whole, self.streamed, self.slow, self.leaves, self.gives_up, self.choices)
         turns = asyncio.Semaphore(clients)
@@ -74,7 +74,7 @@ class Crowd:
         await self._read(client, pieces=self._random.randint(0, 8), pause_s=0)
 
     async def gives_up(self, _: httpx.AsyncClient) -> None:
-        # By hand, since a client that is cancelled while it connects may leave a socket of this process open.
+        # Not with httpx: a client cancelled while it connects may leave a socket of this process open.
         body, url = json.dumps(self._body()), httpx.URL(self._url)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Type: application/json\r\n"
         _, writer = await asyncio.open_connection(url.host, url.port)
@@ -99,7 +99,7 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Held:
-    """What all processes of a head hold."""
+    """What all processes of a head use."""
 
     descriptors: int
     threads: int
@@ -107,7 +107,7 @@ class Held:
 
 
 def held(head: Head) -> Held:
-    """What ``head`` holds once no answer is open any more, and no connection of a client."""
+    """Wait until ``head`` has no open responses and no connections of clients; return what it uses."""
 
     def settled() -> bool:
         if "primad_answers_open 0.0" not in HTTP.get(f"{head.url}/metrics").text:

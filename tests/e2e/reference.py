@@ -1,4 +1,4 @@
-"""Plain llama.cpp on the whole model through its C API: what every ring is compared with. Nothing of primad is in here."""
+"""Plain llama.cpp on the whole model through its C API, the reference for every ring. Contains nothing of primad."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOP = 20
 
 
 def splitmix64(seed: int, index: int) -> int:
-    """Number ``index`` of the stream that starts at ``seed``: the published generator, stepped as it is published."""
+    """Return number ``index`` of the stream of ``seed``, by the published algorithm."""
     state, mask = seed, 2**64 - 1
     for _ in range(index + 1):
         state = (state + 0x9E3779B97F4A7C15) & mask
@@ -30,7 +30,7 @@ def splitmix64(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Greedy tokens after a prompt, and the logits (tokens, vocabulary) that each was taken from."""
+    """Greedy tokens after a prompt, and the logits (tokens, vocabulary) from which each was sampled."""
 
     tokens: list[int]
     logits: NDArray[np.float32]
@@ -40,7 +40,7 @@ class Continuation:
         return [float(np.logaddexp.reduce(row.astype(np.float64))) for row in self.logits]
 
     def logprob(self, step: int, token: int) -> float:
-        """Log-probability of ``token`` where token ``step`` was sampled."""
+        """Return the log-probability of ``token`` at ``step``."""
         return float(self.logits[step, token]) - self._normalisers[step]
 
     @cached_property
@@ -52,9 +52,9 @@ class Continuation:
 
 
 class Plain:
-    """The whole model in one context with the settings that ring processes use; ``chunk`` rows in a step of prefill.
+    """The whole model in one context with the settings of ring processes; prefill takes ``chunk`` tokens per step.
 
-    With ``flash`` attention where llama.cpp takes it by itself, or without. ``adapters`` are files and scales; ``context``
+    ``flash`` leaves flash attention to llama.cpp; otherwise it is off. ``adapters`` are files and scales; ``context``
     are further parameters of the context.
     """
 
@@ -96,7 +96,7 @@ class Plain:
         self.vocabulary = int(llama.llama_vocab_n_tokens(self._vocab))
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text`` with what the model wants in front of it."""
+        """Return the token ids of ``text`` with the special tokens that the model expects."""
         data = text.encode()
         tokens = (llama.llama_token * (len(data) + 16))()
         count = llama.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), True, True)
@@ -104,11 +104,11 @@ class Plain:
         return list(tokens[:count])
 
     def is_end(self, token: int) -> bool:
-        """Whether ``token`` ends an answer."""
+        """Whether ``token`` ends a completion."""
         return bool(llama.llama_vocab_is_eog(self._vocab, token))
 
     def continue_(self, prompt: list[int], count: int) -> Continuation:
-        """The ``count`` most likely tokens after ``prompt``, one after another; fewer where the model ends."""
+        """Return ``count`` greedy tokens after ``prompt``; fewer if the model ends the text."""
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         for start in range(0, len(prompt), self._chunk):
             self._decode(prompt[start : start + self._chunk], start)
@@ -139,10 +139,10 @@ class Plain:
         penalty_tokens: int = 0,
         **more: Any,
     ) -> list[int]:
-        """``count`` tokens sampled after ``prompt`` by one chain of llama.cpp's samplers; fewer where the model ends.
+        """Sample ``count`` tokens after ``prompt`` with llama.cpp's samplers; fewer if the model ends the text.
 
-        Neutral samplers are left in the chain. What draws is seeded anew for each token, with number i of splitmix64's
-        stream from ``seed`` (the upper 32 bits).
+        Neutral samplers stay in the chain. Random samplers are seeded again for each token i, with the upper 32 bits of
+        number i of splitmix64's stream of ``seed``.
         """
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         for start in range(0, len(prompt), self._chunk):
@@ -199,7 +199,7 @@ class Plain:
         )
 
     def _sampled(self, shaping: list[Any], seed: int) -> int:
-        """A token of the latest logits, shaped by ``shaping`` in turn and sampled by a generator of ``seed``."""
+        """Sample a token from the latest logits, after the samplers ``shaping``, with ``seed``."""
         logits = self._logits()
         entries = (llama.llama_token_data * self.vocabulary)()
         view = np.ctypeslib.as_array(entries)
@@ -227,6 +227,6 @@ class Plain:
         return np.ctypeslib.as_array(pointer, shape=(self.vocabulary,)).copy()
 
     def release(self) -> None:
-        """Give back its memory."""
+        """Free its memory."""
         llama.llama_free(self._context)
         llama.llama_model_free(self._model)

@@ -1,7 +1,7 @@
-"""Attacks on a cluster that serves: strangers at every door, floods, and devices that were trusted too early.
+"""Attacks on a cluster that serves: strangers at every port, floods, and trusted devices that turn malicious.
 
-Whatever they do, the answers of the cluster stay the same, its processes live, stay small and quiet, and nothing but a
-greeting and a refusal leaves them.
+Whatever they do, completions stay the same, processes live, stay small and quiet, and strangers get only a greeting and
+a refusal.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ def house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
 
 @pytest.fixture
 def planned_house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
-    """One whose head may go on alone."""
+    """A house whose head may continue without the worker."""
     with houses(tmp_path_factory) as stack:
         yield House(stack, quick_model, module_home, "--wait", 1, "--use-all")
 
 
 @pytest.fixture
 async def doors(house: House) -> list[Door]:
-    """Every open TCP port, that of pairing included."""
+    """Every open TCP port, including that of pairing."""
     return house.doors((await house.open_pairing()).port)
 
 
 def attacking(attack: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """The attack under way."""
+    """Start the attack."""
     return asyncio.create_task(attack, name=name)
 
 
 async def all_over(attacks: Sequence[tuple[Door, asyncio.Task[Any]]]) -> None:
-    """Wait for all ``attacks``; none is still going on when its time is over."""
+    """Wait for all ``attacks``, and check that each ended within its deadline."""
     await asyncio.wait([task for _, task in attacks])
     failed = [
         (door.owner, door.kind, door.port, task.get_name(), repr(task.exception()))
@@ -133,7 +133,7 @@ async def test_a_thousand_connections_a_second_at_every_door(house: House, doors
 
 
 async def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_working(house: House):
-    """It is trusted by the head and, introduced by that, by the worker; the head's worker is not its own."""
+    """The head trusts the device and has introduced it to the worker, which does not take it as its head."""
     with house.undisturbed_by("nonsense"):
         async with rogues(house.port("w1"), house.key("w1")) as (rogue,):
             await rogue.say_all(nonsense())
@@ -191,7 +191,7 @@ async def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
 
 
 async def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(house: House, doors: list[Door]):
-    """A conversation of a trusted device is recorded on the way, then changed on the way, then said again everywhere."""
+    """Traffic of a trusted device is recorded, then corrupted in transit, then replayed to every port."""
     with house.undisturbed_by("a replay"):
         async with tap(house.port("w1")) as between, rogues(between.port, house.key("w1")) as (rogue,):
             await rogue.say_all([KNOCK])
@@ -201,7 +201,7 @@ async def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_
             between.ended.clear()
             between.flips = 1
             await rogue.say_all([Echo(payload=b"", answer_bytes=0)])
-            await between.ended.wait()  # the worker does not go on with who changes its words
+            await between.ended.wait()  # the worker disconnects when a message was altered
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     while not isinstance(await rogue.hear(), Echoed):
@@ -225,7 +225,7 @@ async def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(hou
         code = house.code.code.partition("-")
         printed = {None, (int(code[0]), house.code.port)}
         async with asyncio.timeout(PATIENCE_S):
-            # Two seconds may be too short where the machine is busy, and what is open is announced a little later.
+            # Two seconds may be too short on a busy machine, and an open code is announced a little later.
             while len(peers) < 2 or {peer.pairing for peer in peers} != printed:
                 peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == house.cluster]
         assert {peer.device for peer in peers} == {house.name("head"), house.name("w1")}
@@ -234,7 +234,7 @@ async def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(hou
             for data in datagrams():
                 sender.sendto(data, ("127.0.0.1", 5353))
         async with impostors(house.cluster, house.name("w1"), 8):
-            # Whoever saw the worker before has another name for itself.
+            # The head, which saw the worker before, gives the impostor another name.
             namesake = f"it is ignored|{house.name('w1')}-2 is in sight, but not paired"
             await asyncio.to_thread(house.head.run.wait_for, namesake)
             await asyncio.to_thread(house.head.run.wait_for, "fake-7 is in sight, but not paired")
@@ -273,7 +273,7 @@ async def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(h
 
 
 async def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
-    """A device that only talks, at once on the head and within seconds on the worker that the head tells of it."""
+    """The head cuts off a connected device at once, the worker within seconds, when the head notifies it."""
     (layers, others) = await layer_doors(house)
     question = encode(AskPresent(digests=[house.layer()]))
     with house.undisturbed_by("a revoked device"):
