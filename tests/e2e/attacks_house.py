@@ -58,8 +58,8 @@ class Costs:
 class House:
     """A head and a worker that serve by ``plan``, and a second worker that waits for a head of another cluster.
 
-    With manual windows the plan is stable: on a busy machine devices are slower than their profiles, so a solved plan is
-    replaced, and ring processes come and go.
+    With manual windows the plan is stable: on a busy machine devices are slower than their profiles, so a solved plan
+    is replaced, and ring processes come and go.
     """
 
     def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path], *plan: object) -> None:

@@ -110,8 +110,8 @@ async def burst(door: Door, count: int) -> list[bytes]:
     """Open ``count`` connections at once, silent or with a greeting; hold them until the other side closes them."""
     opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     try:
-        # If the accept queue is full the kernel retries after 1, 3, 7 s, or sends a SYN cookie. Then it may lose the end
-        # of the handshake, which only a client that sends notices; so silent ones send a byte at the end.
+        # If the accept queue is full the kernel retries after 1, 3, 7 s, or sends a SYN cookie. Then it may lose the
+        # end of the handshake, which only a client that sends notices; so silent ones send a byte at the end.
         async with asyncio.timeout(PATIENCE_S):
             for at in range(0, count, 100):
                 many = [raw(door.port) for _ in range(min(100, count - at))]

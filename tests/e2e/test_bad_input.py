@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -42,7 +42,7 @@ class Ended:
 
 
 def forked(*arguments: object, temporary: Path, **more: str) -> Ended:
-    """Run ``primad`` to its end and see that it left no process and no temporary file."""
+    """Run ``primad`` to its end; check that it left no process and no temporary file."""
     mark = os.urandom(8).hex()
     run = subprocess.run(
         [PRIMAD, *map(str, arguments)],
@@ -59,13 +59,13 @@ def forked(*arguments: object, temporary: Path, **more: str) -> Ended:
 
 
 def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
-    """The same with all that a start takes."""
+    """The same, started by ``exec``."""
     with executing():
         return forked(*arguments, temporary=temporary, **more)
 
 
 def assert_refused(run: Ended, *named: object, after: tuple[str, ...] = ()) -> None:
-    """Exit code 2 and one line that names what is wrong; before it only lines of progress, which begin as ``after`` says."""
+    """Check for exit code 2 and one line with all of ``named``, after progress lines that begin with ``after``."""
     *progress, error = run.errors
     assert all(line.startswith(after) for line in progress), run
     assert error.startswith("primad: error: "), run
@@ -77,7 +77,7 @@ def assert_refused(run: Ended, *named: object, after: tuple[str, ...] = ()) -> N
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Path:
-    """Where the processes of a test put temporary files."""
+    """The temporary folder of a test's processes."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     return folder
@@ -92,12 +92,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(content: bytes, at: int, form: str, value: int) -> bytes:
-    """``content`` with one number overwritten."""
+    """Return ``content`` with one number overwritten."""
     return content[:at] + struct.pack(form, value) + content[at + struct.calcsize(form) :]
 
 
 def first_offset(content: bytes) -> int:
-    """Where the offset of the tensor ``token_embd.weight`` stands in the header."""
+    """Return the position in the header of the offset of ``token_embd.weight``."""
     name = b"token_embd.weight"
     return content.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 2 * 8 + 4
 
@@ -133,7 +133,7 @@ def test_damaged_model(tiny, tmp_path, temporary, damage):
 
 
 def test_model_cut_at_many_bytes(tiny, tmp_path, temporary):
-    """Every structure of the header is cut somewhere; the reader itself is fuzzed in the fast tests."""
+    """The cuts hit every structure of the header; the fast tests fuzz the reader itself."""
     content, home = tiny.read_bytes(), tmp_path / "home"
     end = read_header(tiny).data_offset
     model = tmp_path / "model.gguf"
@@ -195,7 +195,7 @@ def test_architecture_that_cannot_be_cut(tiny, tmp_path, new_home, cluster, temp
 
 
 def assert_clean(home: Path) -> None:
-    """No temporary file is left in a home that was used."""
+    """Check that a used home folder has no temporary files."""
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
     trust = {f"{name}.{kind}" for name in ("identity", "trust") for kind in ("json", "lock")}
     assert files <= {"config.toml", "profile.json", "daemon.lock", "digests.json", *trust} | {
@@ -310,7 +310,7 @@ def test_configuration_file(tmp_path, temporary):
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody else listens on."""
+    """A port that is already in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -335,7 +335,7 @@ def test_fewer_devices_than_waited_for(tiny, new_home, cluster, temporary):
 
 
 def test_named_device_that_is_not_there(tiny, new_home, cluster, temporary):
-    """It is waited for: a service or a container may start before the other one does."""
+    """The head waits for it, since services and containers may start in any order."""
     home, port = new_home("home"), free_port()
     arguments = ("--cluster", cluster, "--port", free_port(), "--device", f"127.0.0.1:{port}")
     with primad("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary) as head:
@@ -356,7 +356,7 @@ def test_home_of_another_daemon(tiny, new_home, cluster, temporary):
 
 
 def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
-    """It says for whom it works; the head that has it is not disturbed."""
+    """The worker names its head, which is not disturbed."""
     home, port = new_home("second"), free_port()
     with (
         joined(new_home("worker"), cluster),

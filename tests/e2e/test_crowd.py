@@ -1,4 +1,4 @@
-"""After a crowd of clients a head holds what it held before, and answers as it did."""
+"""After a crowd of clients a head uses no more than before, and gives the same completion."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.e2e.streams import ask, show
 pytestmark = pytest.mark.slow
 
 MAX_MORE = 6
-"""Descriptors or threads more than before that are no leak: a pool of threads grows when it is needed."""
+"""Allowed increase in descriptors or threads: thread pools grow on demand."""
 MAX_BYTES = 256 << 20
-"""More memory than before that is no leak: of compute buffers as much is there as the largest steps until then used."""
+"""Allowed increase in memory: compute buffers have the size of the largest steps so far."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ async def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
         head = stack.enter_context(heading(quick_model, module_home(f"head-{workers}"), cluster, *arguments))
         head.wait_serving()
         alone = ask(head, tokens=16).text
-        await Crowd(head.url, seed=1).ask(clients, clients)  # threads and buffers that stay are made now
+        await Crowd(head.url, seed=1).ask(clients, clients)  # creates the threads and buffers that stay
         before = held(head)
         crowd = Crowd(head.url, seed=2)
         await crowd.ask(requests, clients)

@@ -1,4 +1,4 @@
-"""Drafts on real processes: the same tokens and log-probabilities as without, whatever happens to a worker meanwhile."""
+"""Speculation on real processes changes no token and no log-probability, whatever happens to a worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MIROSTAT = msgspec.structs.replace(SAMPLED, mirostat=2, mirostat_tau=4.0)
 GUIDED = msgspec.structs.replace(SAMPLED, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
 FEW_TOKENS = (28, 29, 30)
 FEW_LIKELY = packed_biases([(token, 50.0) for token in FEW_TOKENS])
-"""With few likely tokens the text of any model repeats itself now and then, so that some drafts hold."""
+"""With few likely tokens the text of any model repeats itself now and then, so that some drafts are accepted."""
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
 FEW = 40
@@ -53,7 +53,7 @@ async def reported(
     shape: Sequence[int] | None = SHAPE,
     **options: Any,
 ) -> tuple[list[list[Sampled]], int]:
-    """What a ring of ``shape`` says to each kind of ``prompts`` that are asked together, and how many drafts it accepted."""
+    """Run ``prompts`` concurrently with each of ``kinds``; return the tokens, and the number of accepted drafts."""
     accepted = 0
     async with LocalRing(model, shape, context=512, threads=1, sequences=len(prompts), **options) as ring:
         found: list[list[Sampled]] = []
@@ -83,7 +83,7 @@ def tokens_of(model: Path, *texts: str) -> list[list[int]]:
 async def check(
     model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting: Drafting, **options: Any
 ) -> int:
-    """Nothing that is told differs from what a ring without drafts tells; how many drafts were accepted."""
+    """Check that drafts change nothing that a ring reports; return the number of accepted drafts."""
     prompts = tokens_of(model, *texts)
     expected, none = await reported(model, prompts, kinds, **options)
     found, accepted = await reported(model, prompts, kinds, drafting=drafting, **options)
@@ -93,7 +93,7 @@ async def check(
 
 
 async def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
-    """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
+    """Drafts in their own steps ahead, and drafts batched with the next token where batches are exact."""
     kinds = [*(msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)), GUIDED]
     prompts, batching = tokens_of(quick_model, TEXT), Batching(replays=4)
     expected, _ = await reported(quick_model, prompts, kinds, batching=batching)
@@ -108,7 +108,7 @@ async def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     [("qwen35", 4), ("granitehybrid", 1), pytest.param("nemotron_h", 4, marks=pytest.mark.matrix)],
 )
 async def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
-    """In a ring and alone: prompts one by one, together, and with drafts, of which some hold: few tokens are likely."""
+    """In a ring and on one device: single prompts, concurrent ones, and speculation with some accepted drafts."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
     kinds = [msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)]
@@ -126,7 +126,7 @@ async def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step
 
 
 async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(tmp_path: Path):
-    """Right by construction, so that what it drafts holds if it is the most likely."""
+    """The layer is right by construction, so drafts of the likeliest tokens are accepted."""
     model = tmp_path / "model.gguf"
     sampled = msgspec.structs.replace(SAMPLED, temperature=write_controlled(model, architecture="qwen35", layers=13))
     prompts, kinds = [[1 + 7 * i % 90 for i in range(90)]], [GREEDY, sampled]
@@ -141,8 +141,8 @@ async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(t
 
 
 async def test_of_a_model_made_for_it_seven_drafts_in_ten_hold_and_blocks_of_them_go_back_anywhere(tmp_path: Path):
-    """Alone each draft is judged. What is drawn in another order of tokens holds less often, and benchmarks would measure
-    another share. In a ring drafts fail in the middle of a step, with another one behind it."""
+    """On one device each draft is judged by itself. Sampling in another token order would accept fewer drafts, which
+    would falsify benchmarks. In a ring drafts are rejected in the middle of a step, with another step behind it."""
     model = tmp_path / "model.gguf"
     temperature = write_controlled(model, "qwen35", right=0.7, layers=13)
     sampling = msgspec.structs.replace(SAMPLED, temperature=temperature, **DRAWN)
@@ -167,7 +167,7 @@ async def test_of_a_model_made_for_it_seven_drafts_in_ten_hold_and_blocks_of_the
 
 
 def guessing(model: Path) -> DraftModel:
-    """The model as the one that drafts for itself."""
+    """Return the model as its own draft model."""
     return draft_model(model, open_model(model), context=512, threads=1)
 
 
@@ -198,14 +198,14 @@ async def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(q
 
 @pytest.mark.parametrize("branches", [pytest.param(0, marks=pytest.mark.matrix), 4])
 async def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Path, branches):
-    """Of rows that need not be exact the text may differ far behind, where two tokens are nearly as likely."""
+    """Batches are not exact here, so the text may differ later, where two tokens are almost equally likely."""
     (prompt,) = tokens_of(quick_model, STORY)
     drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
     async with LocalRing(
         quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(quick_model)
     ) as ring:
         alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
-        for _ in range(200):  # until the draft model is loaded, which nothing waits for
+        for _ in range(200):  # nothing waits for the draft model to be loaded
             found, finished = await ring.generate(prompt, TOKENS)
             if finished.accepted:
                 break
@@ -282,7 +282,7 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
 
 
 def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(module_home):
-    """Right by construction, so that what it drafts holds; the ring ends in the middle of an answer."""
+    """The layer is right by construction, so its drafts are accepted; the ring ends during a completion."""
     home, cluster = module_home("predicts"), f"predicts-{secrets.token_hex(6)}"
     model = home / "model.gguf"
     write_controlled(model)
@@ -306,7 +306,7 @@ def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(modul
 
 
 def drafted(head: Head) -> int:
-    """How many drafts its ring computed."""
+    """Return the number of drafts that its ring computed."""
     drafts = httpx.get(f"{head.url}/status").json()["drafts"]
     return 0 if drafts is None else drafts["drafted"]
 

@@ -1,4 +1,4 @@
-"""Answers of models with a recurrent state, with drafts that hold, while a worker dies and another one joins."""
+"""Models with a recurrent state, with accepted drafts, while a worker dies and another one joins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tools import synth
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
 FEW_LIKELY = {str(token): 100 for token in (260, 264, 281, 327, 414)}
-"""Of which drafts often hold."""
+"""Likely tokens, few so that drafts are often accepted."""
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "lfm2", "falcon-h1")
 
 Answer = list[tuple[str, float]]
 
 
 def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: object) -> tuple[Answer, int]:
-    """Its tokens with their log-probabilities, and how many drafts held; ``act`` happens behind 60 tokens."""
+    """Return tokens with log-probabilities, and the number of accepted drafts; call ``act`` after 60 tokens."""
     body = {
         "prompt": "A tale of the sea and of those who sail on it. " * 12,
         "max_tokens": 300,

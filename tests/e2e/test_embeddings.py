@@ -1,4 +1,4 @@
-"""A head with ``--embedding``: the official clients' vectors are those of plain llama.cpp, also while a chat streams."""
+"""A head with ``--embedding``: official clients get the vectors of plain llama.cpp, even while a chat streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELLO = [{"role": "user", "content": "Name three colours."}]
 
 @pytest.fixture(scope="module")
 def embedder(smollm2, tmp_path_factory) -> Path:
-    """Gemma 3's layers, few and with random weights; ``test_embedding_process.py`` has other kinds."""
+    """A few layers like Gemma 3's with random weights; ``test_embedding_process.py`` has other kinds."""
     path = tmp_path_factory.mktemp("embedder") / "embedder.gguf"
     write_model(path, architecture="gemma3", context=2048, width=640, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     return path
@@ -58,7 +58,7 @@ def plain(embedder) -> np.ndarray:
 
 
 def near(vectors, plain) -> None:
-    """As near as other numbers of threads come."""
+    """Check that vectors are as close as with other numbers of threads."""
     np.testing.assert_allclose(np.array(vectors, np.float32), plain, atol=1e-3)
 
 

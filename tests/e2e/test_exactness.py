@@ -36,10 +36,10 @@ PROMPTS = {
     "gemma3": (1, 40, 560),
     "gemma3 for short": (1, 40),
 }
-"""Tokens: one, a part of a chunk, and more than a chunk; with sliding windows also more than those.
+"""Prompt lengths in tokens: one, part of a chunk, more than a chunk, and with sliding windows more than a window.
 
-``quick`` and ``sliding`` have half of SmolLM2's layers and all of Gemma 3's, SmolLM2's first tokens, and a small part of
-their work.
+``quick`` has half of SmolLM2's layers and ``sliding`` all of Gemma 3's, both with SmolLM2's first tokens and a small
+part of the computation.
 """
 
 RINGS = {
@@ -47,7 +47,7 @@ RINGS = {
         (None, 1),
         ((3, 4), 2),
         ((5, 6, 3), 1),
-        ((2, 2, 1), 3),  # no layer is left for the tail: the head's last window gives it one
+        ((2, 2, 1), 3),  # no layer is left for the tail, so the head's last window gives it one
         ((1, 3, 2, 1), 2),
     ],
     "sliding": [
@@ -57,7 +57,7 @@ RINGS = {
         ((3, 1, 4), 2),
     ],
 }
-"""Layers a round for each device, and rounds: every number of devices with every number of rounds, on one of the models."""
+"""Layers per round of each device, and rounds: every combination of device count and rounds, on one of the models."""
 MORE_RINGS = {
     "smollm2": [
         *((None, 1), ((5, 8), 2), ((10, 12, 7), 1), ((3, 4, 3), 3), ((2, 5, 3, 4), 2)),
@@ -68,7 +68,7 @@ MORE_RINGS = {
         *(((2, 6), 2), ((2, 5, 10), 1), ((1, 2, 6, 8), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)),
     ],
 }
-"""The same on the real models: only ``tools/test --full`` makes them."""
+"""The same on the real models, only in ``tools/test --full``."""
 
 
 def rings() -> Iterator[object]:
@@ -81,7 +81,7 @@ def rings() -> Iterator[object]:
 
 @dataclass(frozen=True)
 class Truth:
-    """What plain llama.cpp says about one model."""
+    """The results of plain llama.cpp for one model."""
 
     path: Path
     chunk: int
@@ -91,7 +91,7 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def sliding(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Gemma 3's layers, narrow, with random weights and sliding windows of 64, and a fifth of its vocabulary."""
+    """Gemma 3's layers, but narrow, with random weights, sliding windows of 64 and a smaller vocabulary."""
     path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
     write_model(
         path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS
@@ -102,7 +102,7 @@ def sliding(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def truths(quick_model: Path, sliding: Path, smollm2: Path, gemma3: Path) -> Callable[..., Truth]:
-    """The truth about a model by its name, with flash attention or without, found out when it is first asked for."""
+    """Returns the truth about a model by name, with flash attention or without; computed on first use."""
     paths = {"quick": quick_model, "sliding": sliding, "smollm2": smollm2, "gemma3": gemma3}
     paths["gemma3 for short"] = gemma3
     return cache(lambda model, flash=True: truth(paths[model], CHUNKS[model], PROMPTS[model], flash=flash))
@@ -110,7 +110,7 @@ def truths(quick_model: Path, sliding: Path, smollm2: Path, gemma3: Path) -> Cal
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for layer files that all tests of this module share."""
+    """The folder for layer files, shared by the tests of this module."""
     folder = tmp_path_factory.mktemp("layers")
     yield folder
     shutil.rmtree(folder)
@@ -127,7 +127,7 @@ def truth(path: Path, chunk: int, counts: tuple[int, ...], **options) -> Truth:
 
 
 def ring_of(expected: Truth, windows, rounds: int, layers: Path, **options) -> LocalRing:
-    """A ring of the model of ``expected``, whose layer files are kept in ``layers``."""
+    """Return a ring of the model of ``expected``, with layer files in ``layers``."""
     return LocalRing(
         expected.path,
         windows,
@@ -172,7 +172,7 @@ async def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layer
 async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(
     truths, layers, model, windows, rounds
 ):
-    """Behind a whole chunk that two prompts share, also behind a sliding window, with an answer computed in between."""
+    """Two prompts share a whole chunk, which also exceeds sliding windows; another completion comes in between."""
     expected = truths(model)
     whole = expected.prompts[max(expected.prompts)]
     other = whole[: expected.chunk + 20] + whole[30:50]
@@ -188,7 +188,7 @@ async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_ano
     assert shared == [msgspec.structs.replace(event, request=3) for event in alone]
     assert again == [msgspec.structs.replace(event, request=4) for event in alone]
     assert finished.prompt_tokens == len(other)
-    longer = (rounds + 1) * (len(other) + 1 - expected.chunk)  # once in each of the head's windows
+    longer = (rounds + 1) * (len(other) + 1 - expected.chunk)  # counted once in each of the head's windows
     assert [rows[1] - rows[0], rows[2] - rows[1]] == [0, longer]
 
 
@@ -203,7 +203,7 @@ async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_ano
 async def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
     gemma3, sliding, tmp_path, which, windows, rounds, chunk
 ):
-    """Behind its last cell, also where a prompt goes back to a kept state, and in a ring that goes on with an answer."""
+    """After the cache has wrapped around, after going back to a kept state, and in a ring that resumes a request."""
     model = sliding if which == "sliding" else gemma3
     expected = truth(model, chunk, (2 * chunk + 60,), swa_full=False)
     (whole,), (answer,) = expected.prompts.values(), expected.answers.values()
@@ -254,10 +254,10 @@ async def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own
 async def test_answers_at_once_are_each_what_plain_llama_says_alone(
     truths, layers, model, windows, rounds, batching, pieces
 ):
-    """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk.
+    """There are more requests than sequences, with prompts of one token, part of a chunk, and more than a chunk.
 
-    All begin alike, and each prompt is there twice: what they have in common is copied. Chunks are cut into pieces without
-    flash attention.
+    All begin alike and each prompt occurs twice, so that shared prefixes are copied. Without flash attention chunks are
+    split into pieces.
     """
     flash = pieces is None
     expected = truths(model) if flash else truths(model, flash=False)
@@ -288,7 +288,7 @@ async def test_answers_at_once_are_each_what_plain_llama_says_alone(
 async def test_sixteen_answers_at_once_are_each_what_it_is_alone(
     truths, layers, model, windows, counts, threads, tokens
 ):
-    """Batches, pieces and copies as a ring on these processors has them without flash attention."""
+    """Batches, pieces and copies are those of a ring on this CPU without flash attention."""
     expected = truths(model, flash=False)
     plain = Plain(expected.path)
     text = plain.tokenize(TEXT)
@@ -308,14 +308,14 @@ async def test_sixteen_answers_at_once_are_each_what_it_is_alone(
 
 
 def printed(sampled: Iterable[Sampled]) -> list[Sampled]:
-    """What was sampled, whatever the number of the request."""
+    """Return the sampled tokens without the number of their request."""
     return [msgspec.structs.replace(event, request=0) for event in sampled]
 
 
 def route_of(
     expected: Truth, windows: tuple[int, ...], rounds: int, folder: Path, *, extra_buffers: bool = False
 ) -> Route:
-    """All windows of a plan in this process."""
+    """Return all windows of a plan, in this process."""
     plan = planned(expected.path, windows, rounds)
     options = EngineOptions(
         context=CONTEXT,
@@ -331,14 +331,14 @@ def route_of(
 
 
 def chunked_logits(route: Route, tokens: list[int], chunk: int) -> np.ndarray:
-    """Logits behind the prompt ``tokens``; chunks as in the ring."""
+    """Return the logits after the prompt ``tokens``, with the ring's chunks."""
     for start in range(0, len(tokens), chunk):
         logits = route.logits(tokens[start : start + chunk], start)
     return logits
 
 
 def steps(route: Route, expected: Truth, count: int) -> Iterator[np.ndarray]:
-    """The route's logits of every step behind the prompt of ``count`` tokens, fed with the expected ones."""
+    """Yield the route's logits for each step after the prompt of ``count`` tokens; inputs are the expected tokens."""
     prompt, answer = expected.prompts[count], expected.answers[count]
     for window in route.windows:
         window.kv_remove(0, 0, -1)
@@ -348,7 +348,7 @@ def steps(route: Route, expected: Truth, count: int) -> Iterator[np.ndarray]:
 
 
 def largest_difference(route: Route, expected: Truth, count: int) -> float:
-    """Over all logits of all steps."""
+    """Return the largest absolute difference of a logit in any step."""
     pairs = zip(steps(route, expected, count), expected.answers[count].logits, strict=True)
     return max(float(np.abs(got - wanted).max()) for got, wanted in pairs)
 
@@ -380,12 +380,12 @@ def planned(path: Path, windows: tuple[int, ...], rounds: int) -> Plan:
 
 
 def test_extra_buffers_change_little_and_the_same_in_a_ring(truths, tmp_path):
-    """With repacked or AMX copies the arithmetic is another one, in plain llama.cpp as in a ring.
+    """Repacked or AMX weights change the arithmetic, in plain llama.cpp as in a ring.
 
-    Both with the same setting are compared first: equal on x86 with AVX-512; the bound leaves room for builds that put the
-    tail's output matrix, which has another name there, into another kind of buffer. Then the setting itself is judged
-    by what it does to the distribution: measured on Gemma 3 are a mean divergence of 0.001 to 0.027 nat and 61 to 64 equal
-    choices of 64, where a wrong kernel gives several nat and hardly one.
+    First both are compared with the same setting: on x86 with AVX-512 they are equal; the bound allows for builds that
+    put the tail's output matrix, which has another name there, into another kind of buffer. Then the setting is judged
+    by its effect on the distribution: on Gemma 3 the mean divergence was 0.001 to 0.027 nat, and 61 to 64 of 64 choices
+    were equal; a wrong kernel gives several nat and hardly any equal choice.
     """
     plain = truths("gemma3 for short")
     extra = truth(plain.path, plain.chunk, (40,), extra_buffers=True)
@@ -399,7 +399,7 @@ def test_extra_buffers_change_little_and_the_same_in_a_ring(truths, tmp_path):
 
 
 def judge(route: Route, expected: Truth, count: int) -> tuple[float, int]:
-    """Mean Kullback-Leibler divergence in nat from what was expected, and how many choices are the same."""
+    """Return the mean Kullback-Leibler divergence in nat from the expected logits, and the number of equal choices."""
     divergences, agreed, answer = [], 0, expected.answers[count]
     for step, got in enumerate(steps(route, expected, count)):
         wanted = log_softmax(answer.logits[step])

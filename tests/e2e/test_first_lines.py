@@ -1,4 +1,4 @@
-"""What ``serve`` and ``join`` say comes through a pipe when it is said, and commands find the head by themselves."""
+"""The output of ``serve`` and ``join`` is not buffered in a pipe, and commands find the head by themselves."""
 
 from __future__ import annotations
 

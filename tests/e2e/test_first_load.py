@@ -1,4 +1,4 @@
-"""A model of an architecture that no table knows: certified when it is first loaded, then served by a ring."""
+"""A model of an architecture in no table: certified on first load, then served by a ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 24
 
 
 def test_a_ring_of_an_architecture_nobody_knows_answers_as_llama_cpp_does(tmp_path, new_home, cluster):
-    """Bloom norms what it has looked up of tokens, which the first window does and the others do not."""
+    """Bloom normalises token embeddings, which must happen in the first window only."""
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture="bloom")
     plain = Plain(model)

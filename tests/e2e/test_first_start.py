@@ -1,4 +1,4 @@
-"""Devices that were never measured: they are seen and answer from the first second, and compute once they were."""
+"""Devices that were never measured are visible and respond at once, and compute after measuring."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.slow
 
 
 def states(home: Path, cluster: str) -> dict[str, str]:
-    """What ``primad devices`` says of each device."""
+    """Return the state of each device in ``primad devices``."""
     with primad("devices", "--home", home, "--cluster", cluster, "--seconds", 4, "--json") as run:
         assert run.wait_end() == 0, run.output
         return {device["device"]: device["state"] for device in json.loads(run.output)}
 
 
 def test_a_first_start(quick_model, tmp_path, cluster, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this machine was never measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # so this machine counts as never measured
     homes = {name: tmp_path / name for name in ("head", "worker")}
     for home in homes.values():
         home.mkdir()
@@ -30,7 +30,7 @@ def test_a_first_start(quick_model, tmp_path, cluster, monkeypatch):
         joining(homes["worker"], cluster) as worker,
         heading(quick_model, homes["head"], cluster, "--wait", 1, "--use-all") as head,
     ):
-        with measuring():  # whoever else wants to must wait
+        with measuring():  # blocks other processes that want to measure
             worker.wait_for("waiting for a head")
             head.wait_health("measuring this device")
             assert head.health()[0] == 503

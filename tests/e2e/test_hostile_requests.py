@@ -1,4 +1,4 @@
-"""While a head with a ring of two reads the worst requests, it says how it is, others are answered, and nothing is left."""
+"""While a head with a ring of two gets hostile requests, it serves ``/health`` and other clients; nothing is left."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ while not sys.stdin.closed:
     print(begin, time.monotonic() - begin, status, flush=True)
     time.sleep(0.02)
 """
-"""Asks in a process of its own, which what this one does cannot hold up."""
+"""Polls in its own process, so that this one does not delay it."""
 
 
 @contextmanager
 def health_asked(port: int) -> Iterator[list[tuple[float, int]]]:
-    """How long each look at ``/health`` took, and its status, until now."""
+    """Poll ``/health`` meanwhile; yield the seconds and status of each request so far."""
     looks: list[tuple[float, int]] = []
     with subprocess.Popen([sys.executable, "-c", HEALTH, str(port)], stdout=subprocess.PIPE, text=True) as asking:
 
@@ -58,7 +58,7 @@ def health_asked(port: int) -> Iterator[list[tuple[float, int]]]:
 
 
 class Listener:
-    """A client that asks for the same answer again and again."""
+    """A client that repeats one request."""
 
     def __init__(self, head: Head) -> None:
         self.texts: list[str] = []
@@ -93,7 +93,7 @@ def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(qu
         with httpx.Client(
             base_url=head.url, timeout=PATIENCE_S, headers={"Content-Type": "application/json"}
         ) as client:
-            client.post("/v1/chat/completions", content=bodies[0][1])  # threads and buffers that stay are made now
+            client.post("/v1/chat/completions", content=bodies[0][1])  # creates the threads and buffers that stay
             before = held(head)
             with health_asked(head.port) as looks, Listener(head) as listener:
                 for to, body in bodies:

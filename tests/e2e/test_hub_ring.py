@@ -1,4 +1,4 @@
-"""A model on a hub: each device fetches its own layers, no disk holds the whole, and the text is that of the file."""
+"""A model on a hub: each device downloads its own layers, no disk has all of it, and the text is that of the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPO = "acme/Tiny-GGUF"
 FILE = "Tiny-Q8_0.gguf"
 TOKENS = 32
 NOWHERE = "http://127.0.0.1:9"
-"""A hub that is not there."""
+"""A hub that cannot be reached."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def hub(model, monkeypatch):
 
 
 def held_bytes(home: Path) -> int:
-    """What layers and models take of a device's disk."""
+    """Return the disk space of a device's layers and models."""
     folders = (layer_folder(home), models_folder(home))
     return sum(path.stat().st_blocks * 512 for folder in folders for path in folder.rglob("*") if path.is_file())
 
@@ -56,7 +56,7 @@ def computing(head: Head) -> set[str]:
 
 
 def test_every_device_fetches_its_own_layers_and_the_lost_ones_are_fetched_again(model, hub, new_home):
-    """One of the workers has no way out: it gets its layers through the head, which keeps none of them."""
+    """One worker cannot reach the hub: it gets its layers through the head, which keeps none of them."""
     size = model.stat().st_size
     with serving(model, new_home("alone"), "alone", "--alone") as head:
         expected = text_of(head)

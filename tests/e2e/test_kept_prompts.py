@@ -1,4 +1,4 @@
-"""The beginning of a prompt is found again in the folder of --kv-cache, after a worker and the head were started anew."""
+"""A prompt prefix is found in the folder of --kv-cache after the worker and the head were restarted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tools import synth
 pytestmark = pytest.mark.slow
 
 PROMPT = "A tale of the sea and of those who sail on it. " * 60
-"""More than a chunk."""
+"""Longer than a chunk."""
 MAX_STARTS = 4
-"""What does not come sooner than it is computed is not waited for, as on a machine that stands still in that moment."""
+"""Several, because blocks that would arrive later than they can be computed are not used, as on a stalled machine."""
 
 
 def answer(head: Head, prompt: str = PROMPT) -> tuple[str, int]:
-    """What the head writes, and how many tokens of the prompt were computed before."""
+    """Return the completion, and the number of cached prompt tokens."""
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
     reply = httpx.post(f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
     return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]

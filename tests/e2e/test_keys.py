@@ -1,4 +1,4 @@
-"""A head that asks for keys: strangers are refused, this user's commands and who has a key are not."""
+"""A head that requires keys refuses strangers, but not this user's commands, nor clients with a key."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.e2e.cluster import PATIENCE_S, heading, primad
 
 
 def models(url: str, key: str | None) -> int:
-    """The status of a request for the models with ``key``."""
+    """Return the HTTP status of a request for the models with ``key``."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE_S).status_code
 
 
 def ended(*words: object, code: int = 0, **environment: str) -> str:
-    """What ``primad`` with these words said when it had ended with ``code``."""
+    """Run ``primad`` with these words; check its exit code and return its output."""
     with primad(*words, **environment) as run:
         assert run.wait_end() == code, run.output
         return run.output

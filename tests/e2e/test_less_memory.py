@@ -1,7 +1,7 @@
-"""A model in less memory than it has: the same text, nothing read twice, nobody killed or swapped out.
+"""A model in less memory than its size: the same text, nothing read twice, no process killed or swapped out.
 
-How close what is read comes to the plan is for ``tools/bench memory`` to judge: a machine that is short of memory has the
-process give back layers that were planned to stay, which is right, and read up to the whole model a token.
+``tools/bench memory`` compares reads with the plan. A machine short of memory rightly makes the process give up
+resident layers, and read up to the whole model per token.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from tools.synth import write_model
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("started_by_a_shell"),  # a fork has memory in common with others, which no group counts
+    pytest.mark.usefixtures("started_by_a_shell"),  # memory that forks share is not counted in their group
 ]
 
 LAYERS, MORE_LAYERS = 40, 64
 ROWS = 32
 CONTEXT = 1280
 LONG = [(i * 37) % 300 + 10 for i in range(70)]
-"""Two whole chunks and a part."""
+"""Two whole chunks and part of another."""
 SHORT = LONG[:12]
 LONG_TOKENS, SHORT_TOKENS = 2, 16
 FEW_TOKENS = 8
-"""What is read a token is steady where nobody takes memory beside."""
+"""Enough, as reads per token are steady while no other program takes memory."""
 NEIGHBOUR_SHARE = 0.2
-"""What the other program takes of the limit at most."""
+"""Maximum share of the limit that the other program takes."""
 MAX_READ = 1.5
-"""Of the whole model a token: all of it where pressure has everything stream, and some pages that were thrown out. What
-streams is more than half of the model at half of its memory and less, so reading that twice is more."""
+"""Maximum reads per token over the size of the model: all of it if memory pressure makes everything stream, and some
+evicted pages. With half of the memory or less, over half of the model streams, so reading it twice exceeds this."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and what it answers with all the memory that it wants."""
+    """A model, and its completions without a memory limit."""
 
     path: Path
     profile: ModelProfile
@@ -63,7 +63,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Ran:
-    """What it answered in a group, what that cost, and what the group looked like at the end."""
+    """Completions in a group, their reads, and the group's counters at the end."""
 
     solution: Solution
     long: list[int]
@@ -75,7 +75,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Many small layers, so that what is read ahead, the output matrix and a process fit where the model does not."""
+    """A model of many small layers: the read-ahead, output matrix and process fit where the model does not."""
     if (reason := unable()) is not None:
         pytest.skip(f"memory limits: {reason}")
     folder = tmp_path_factory.mktemp("model")
@@ -88,7 +88,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def unable() -> str | None:
-    """Why the memory of a process cannot be limited here."""
+    """Return why memory cannot be limited here; None if it can."""
     if (reason := missing()) is not None:
         return reason
     return None if "memory" in here().folders else "requires the memory controller of cgroups"
@@ -102,7 +102,7 @@ async def unlimited(path: Path) -> tuple[list[int], list[int]]:
 
 
 def planned(model: Model, group: LimitedGroup) -> Solution:
-    """The solver's plan for a device that has the group's memory."""
+    """Return the solver's plan for a device with the group's memory."""
     with tempfile.NamedTemporaryFile("w", suffix=".cgroup") as file:
         file.write(group.proc_cgroup())
         file.flush()
@@ -150,7 +150,7 @@ async def limited(model: Model, group: LimitedGroup, solution: Solution, tokens:
 
 
 def check(model: Model, ran: Ran) -> None:
-    """The text, a plan that streams, nobody killed, nothing swapped, and nothing read twice."""
+    """Check the text, and that the plan streams, nothing was killed or swapped, and nothing read twice."""
     assert ran.long == model.long
     assert ran.short == model.short[: len(ran.short)]
     assert len(ran.short) in (FEW_TOKENS, SHORT_TOKENS), "choose a prompt whose answer does not end"

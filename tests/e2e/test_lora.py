@@ -1,4 +1,4 @@
-"""A ring of real processes with a LoRA adapter and other angles answers as llama.cpp does with them."""
+"""A ring of real processes with a LoRA adapter and RoPE scaling gives the same text as llama.cpp."""
 
 from __future__ import annotations
 

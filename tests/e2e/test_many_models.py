@@ -1,4 +1,4 @@
-"""Several models of one head on two workers: requests choose, models come and go, devices die meanwhile."""
+"""Several models of one head on two workers: requests choose one, models are loaded and unloaded, devices die."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools import synth
 pytestmark = pytest.mark.slow
 
 MODELS = {"amber": "llama", "birch": "qwen3", "cedar": "gemma3", "delta": "qwen35"}
-"""By name the architecture."""
+"""Architectures by model name."""
 NAMES = tuple(MODELS)
 TELL = "Tell me of the sea."
 DIALECTS = {
@@ -45,7 +45,7 @@ DIALECTS = {
 
 
 def text_of(path: str, body: dict) -> tuple[str, str]:
-    """The model that answered, as it is called there, and its text."""
+    """Return the model's name in the response, and the text."""
     match path:
         case "/v1/chat/completions":
             text = body["choices"][0]["message"]["content"]
@@ -71,7 +71,7 @@ class Offered:
     cluster: str
 
     def ask(self, name: str, path: str, **fields: object) -> str:
-        """The text of ``name`` in the dialect of ``path``."""
+        """Return a completion of model ``name`` in the dialect of ``path``."""
         body = {"model": name, "stream": False, "temperature": 0, **DIALECTS[path](), **fields}
         answer = HTTP.post(f"{self.head.url}{path}", json=body)
         assert answer.status_code == 200, answer.text
@@ -85,7 +85,7 @@ class Offered:
         return {each["id"]: each["status"]["value"] for each in listed}
 
     def unload_all(self) -> None:
-        """Nothing is loaded any more, on any device."""
+        """Unload all models and wait until no device has one."""
         for name in NAMES:
             assert HTTP.post(f"{self.head.url}/models/unload", json={"model": name}).json() == {"success": True}
         assert set(self.states().values()) == {"unloaded"}
@@ -120,7 +120,7 @@ def offered(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Offered]:
 
 
 def leaves(offered: Offered, name: str) -> None:
-    """A client that asks for a long answer and goes before it has it."""
+    """Request a long completion and disconnect early."""
     body = {"model": name, "prompt": TELL, "max_tokens": 400, "stream": True}
     with httpx.stream("POST", f"{offered.head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
         for _ in answered.iter_lines():
@@ -128,7 +128,7 @@ def leaves(offered: Offered, name: str) -> None:
 
 
 def held(run: Primad) -> tuple[int, int]:
-    """Descriptors and threads of a daemon."""
+    """Return the number of descriptors and threads of a daemon."""
     (daemon,) = (each for each in run.processes() if each.pid == run.process.pid)
     return daemon.num_fds(), daemon.num_threads()
 

@@ -1,4 +1,4 @@
-"""Models whose layers are of several kinds in a ring of three: a worker dies, and the answer goes on word for word."""
+"""Models with several kinds of layers in a ring of three: a worker dies, and no token changes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.slow
 TOKENS = 48
 BILLION = 10**9
 FEW = {"0": -100, "2": -100, **dict.fromkeys(("70", "71", "72"), 50)}
-"""So few tokens are likely that what is looked up often holds."""
+"""Few likely tokens, so that drafts by prompt lookup are often accepted."""
 
 
 def survives_a_death(model, new_home, tokens):
-    """Ask a ring of three, and again while a worker is killed in the middle, with drafts and without."""
+    """Run a request in a ring of three with and without drafts, and again while a worker is killed."""
     with ExitStack() as stack:
         serving = ("--speculate", "lookup")
         lab = Lab(stack, model, new_home, tokens=tokens, middle=tokens // 2, serving=serving, logit_bias=FEW)
@@ -47,7 +47,7 @@ def survives_a_death(model, new_home, tokens):
 
 
 def goes_on_behind_its_history(head):
-    """The next turn computes what is new, and its answer is that of a prompt which is computed as a whole."""
+    """Check that the next turn computes only new tokens, and gives the same result as computing the whole prompt."""
 
     def answer(prompt, **more):
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2, **more}

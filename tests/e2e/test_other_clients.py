@@ -1,4 +1,4 @@
-"""The official clients of other dialects, against a real head that serves a small model: all say what OpenAI's does."""
+"""Official clients of other dialects, against a real head with a small model: all give the same text as OpenAI's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def head(quick_model: Path, module_home) -> Iterator[Head]:
 
 @pytest.fixture(scope="module")
 def printed(head: Head) -> str:
-    """What OpenAI's chat says."""
+    """The completion of OpenAI's client."""
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         answer = client.chat.completions.create(model="gpt-4o", messages=HELLO, temperature=0, max_tokens=TOKENS)
     assert answer.choices[0].message.content
@@ -93,9 +93,9 @@ def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
 
 
 class Ship(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid")  # else the model may add fields without end
+    model_config = pydantic.ConfigDict(extra="forbid")  # otherwise the model may add any number of fields
 
-    name: Literal["Argo", "Beagle"]  # no string of any length: Anthropic's client takes a bound out of the schema
+    name: Literal["Argo", "Beagle"]  # not a bounded string: Anthropic's client drops the bound from the schema
     masts: Literal[1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Two users' devices: strangers until a code was typed, then known to each other for good, until one is revoked."""
+"""Two users' devices: strangers until a code is typed, then they trust each other until one is revoked."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Owner:
-    """One user's device: its home, and the folder by which daemons of the same user trust each other."""
+    """One user's device: its home, and its folder of local trust between daemons of one user."""
 
     home: Path
     local: str
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """A ``primad`` command on this device, to its end."""
+        """Run a ``primad`` command on this device to its end."""
         return subprocess.run(
             [PRIMAD, *map(str, arguments), "--home", self.home],
             env=environment("command", **{LOCAL_TRUST: self.local}),
@@ -64,7 +64,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_head(stack: ExitStack, owner: Owner, model: Path, cluster: str) -> Head:
-    """A head whose silence a worker notices soon."""
+    """Start a head with default timeouts, so that a worker notices its silence soon."""
     local = {LOCAL_TRUST: owner.local}
     head = stack.enter_context(heading(model, owner.home, cluster, "--use-all", config="", **local))
     head.wait_serving()
@@ -76,7 +76,7 @@ def a_worker(stack: ExitStack, owner: Owner, cluster: str, *arguments: object) -
 
 
 def shown(owner: Owner) -> tuple[str, str]:
-    """The code that ``primad pair`` shows, and where it is good, as host:port."""
+    """Return the code that ``primad pair`` shows, and the host:port that accepts it."""
     answer = owner.run("pair")
     assert (answer.returncode, answer.stderr) == (0, "")
     code = re.search(r"^code (\S+), good for ", answer.stdout)
@@ -87,7 +87,7 @@ def shown(owner: Owner) -> tuple[str, str]:
 
 
 def another(code: str) -> str:
-    """A code with the same number that is not the right one."""
+    """Return a wrong code with the same number."""
     known = parse_code(code)
     return f"{known.number}-{'lamp' if known.first != 'lamp' else 'river'}-{known.second}"
 
@@ -131,7 +131,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
 
 
 def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: list[Primad], code: str) -> None:
-    """Neither secret key is in an argument, on a terminal, in a log or in mDNS; who else is on the machine reads no key."""
+    """Check that no secret key is in arguments, output, logs or mDNS, and other users cannot read the key files."""
     printed = [run.output for run in runs]
     arguments = [" ".join(command_of(process)) for run in runs for process in run.processes()]
     logs = [path.read_text(errors="replace") for owner in owners for path in owner.home.glob("run/*.log")]
@@ -149,7 +149,7 @@ def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: li
 
 
 def mdns(cluster: str) -> Iterator[str]:
-    """All that is announced on loopback, as text, once the worker of ``cluster`` is among it."""
+    """Wait for the worker of ``cluster`` in mDNS on loopback; return all announcements as text."""
     names: set[str] = set()
     found: set[str] = set()
 
@@ -167,7 +167,7 @@ def mdns(cluster: str) -> Iterator[str]:
         browser = ServiceBrowser(zeroconf, SERVICE, Listener())
 
         def is_announced() -> bool:
-            for name in tuple(names):  # one that does not answer in time is asked again
+            for name in tuple(names):  # queried again if it did not reply in time
                 info = zeroconf.get_service_info(SERVICE, name)
                 found.add(f"{name} {info and info.properties}")
             return any("worker" in text and cluster in text for text in found)

@@ -1,5 +1,5 @@
-"""Rings of processes answer to prompts with pictures as llama.cpp with its libmtmd does, bit for bit; daemons say so to
-official clients, also when devices and processes die."""
+"""Rings of processes compute prompts with pictures like llama.cpp with libmtmd, bit for bit; daemons serve them to
+official clients, even when devices and processes die."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OTHER = ["hello ", noise(3), " what is it?"]
 
 
 class Seen:
-    """A tiny model with its encoder: prompts of parts, and what libmtmd makes of them."""
+    """A tiny model with its encoder: prompts made of parts, and libmtmd's results for them."""
 
     def __init__(self, folder, kind, architecture, eye):
         self.model, self._encoder = folder / "model.gguf", folder / "encoder.gguf"
@@ -87,7 +87,7 @@ def drawn(sampled):
 
 @pytest.mark.parametrize("windows", [None, [1, 3], [1, 1, 2]], ids=["one", "two", "three"])
 async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
-    """One picture, two between text, several requests at once, a second turn, and a head that begins anew midway."""
+    """One picture, two between text, concurrent requests, a repeated prompt, and a new head that resumes a request."""
     ring = LocalRing(
         seen.model, windows, rows=ROWS, context=CONTEXT, sequences=3, threads=1, folder=tmp_path, flash=True
     )
@@ -131,7 +131,7 @@ async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
     ids=["inputs of layers", "sound", "plain", "grids", "recurrent layers", "sound in parts"],
 )
 async def test_a_ring_of_three_sees_and_hears_by_every_kind_of_rows(kind, architecture, tmp_path):
-    """The other kinds are compared in whole above."""
+    """The kinds that the test above does not have."""
     seen, hears = Seen(tmp_path, kind, architecture, None), FAMILIES[kind].hears
     parts = ["hello ", tone(1), " what is it?"] if hears else TWO
     context, rows = (2 * CONTEXT, ROWS) if hears else (CONTEXT, 2 * ROWS)
@@ -152,7 +152,7 @@ MESSAGES = [{"role": "user", "content": [URL, {"type": "text", "text": ASKED}]}]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, module_home):
-    """A head and three workers with layers of a model that sees; its encoder lies beside it."""
+    """A head and three workers with layers of a vision model; its encoder is in the same folder."""
     folder = tmp_path_factory.mktemp("served")
     write_seeing(folder / "tiny.gguf", folder / "mmproj-tiny.gguf", "qwen3vl_merger of deeper layers", "qwen3vl")
     homes = [module_home(name) for name in ("head", "w1", "w2", "w3")]
@@ -164,7 +164,7 @@ def cluster(tmp_path_factory, module_home):
 
 
 def asked(head, act=None, messages=MESSAGES, tokens=48, read=lambda progress: None):
-    """The text of a streamed answer, in whose middle ``act`` is called, and what it used; ``read`` hears of its prompt."""
+    """Stream a completion with ``act`` in the middle and ``read`` for prompt progress; return its text and usage."""
     body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
     text, pieces, usage = "", 0, None
     body |= {"stream_options": {"include_usage": True}, "return_progress": True}
@@ -224,7 +224,7 @@ def test_the_next_turn_computes_only_what_is_new(cluster):
 
 
 def test_another_device_encodes_and_where_it_dies_meanwhile_the_head_does(cluster):
-    """What stands behind a PNG's end changes no pixel, and makes it another file."""
+    """Bytes after a PNG's end change no pixel, but make it another file."""
     head, workers = cluster
     texts, copies = dict[int, str](), itertools.count()
 

@@ -1,6 +1,6 @@
-"""Devices die, hang, leave and come back in the middle of an answer: it goes on in the same stream, word for word.
+"""Devices die, hang, leave and return during a completion, which resumes in the same stream without a changed token.
 
-One cluster serves most of the tests. Each begins with two workers that compute; who was lost before is replaced first.
+One cluster serves most of the tests. Each begins with two computing workers; lost ones are replaced first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.figures import note
 pytestmark = pytest.mark.slow
 
 TOKENS = 240
-"""Most are sampled after what happens, also where a command has to start for it."""
+"""Most are sampled after the event, even if a command must start for it."""
 
 
 class Lab:
-    """A head that gives every device layers, and workers that come and go."""
+    """A head that uses all devices, and workers that come and go."""
 
     def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path]) -> None:
         self._stack, self._make_home = stack, make_home
@@ -50,7 +50,7 @@ class Lab:
         self.undisturbed = ask(self.head, tokens=TOKENS).text
 
     def add(self, count: int) -> list[str]:
-        """Start more workers, all together; their names."""
+        """Start more workers concurrently; return their names."""
         names = [f"w{self._count + 1 + each}" for each in range(count)]
         self._count += count
         self._homes |= {name: self._make_home(name) for name in names}
@@ -59,15 +59,15 @@ class Lab:
         return names
 
     def home(self, name: str) -> Path:
-        """The home folder of a worker."""
+        """Return the home folder of a worker."""
         return self._homes[name]
 
     def computing(self) -> set[str]:
-        """The workers that compute now."""
+        """Return the workers that compute now."""
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
     def wait_computing(self, *names: str) -> None:
-        """Wait until just these workers compute."""
+        """Wait until exactly these workers compute."""
         try:
             wait_until(lambda: self.computing() == set(names), f"{names} compute", stays=True)
         except AssertionError as exc:
@@ -75,7 +75,7 @@ class Lab:
             raise
 
     def two(self) -> tuple[str, str]:
-        """The names of two workers that compute, with nobody else around: (who was there longest, the latest)."""
+        """Wait until exactly two workers compute; return their names, the older worker first."""
         for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
             del self.workers[name]
         self.add(2 - len(self.workers))
@@ -92,7 +92,7 @@ class Lab:
         promise: str = "recovery",
         still: bool = True,
     ) -> None:
-        """Ask, ``act`` in the middle, and judge the answer; the head says ``printed`` about it (a regular expression)."""
+        """Call ``act`` during a completion and check the text; the head must print a line that matches ``printed``."""
         before = len(self.head.run.lines)
         reported = ask(self.head, act, still=still, tokens=TOKENS)
         note(promise, reported.gap_s, what)
@@ -113,14 +113,14 @@ def lab(quick_model: Path, module_home) -> Iterator[Lab]:
 
 
 def command(*arguments: object) -> str:
-    """Run a ``primad`` command to its end; what it printed."""
+    """Run a ``primad`` command to its end; return its output."""
     run = run_primad(*arguments)
     assert (run.returncode, run.stderr) == (0, ""), run
     return run.stdout
 
 
 def freeze(run: Primad, number: int = signal.SIGSTOP) -> None:
-    """Stop all processes of a worker as a machine that sleeps does."""
+    """Stop all processes of a worker, as on a sleeping machine."""
     for process in run.processes():
         process.send_signal(number)
 
@@ -174,12 +174,12 @@ def test_the_ring_process_of_the_head_is_killed(lab):
 
 
 def test_an_answer_that_must_fit_a_schema_still_does(lab):
-    """The head's ring process has the mask: the next one makes it anew from the tokens so far."""
+    """The head's ring process has the grammar's state; a new one rebuilds it from the tokens so far."""
     _, lost = lab.two()
     schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 12, "maxItems": 12}
     fields = {"json_schema": schema, "temperature": 1, "seed": 5, "tokens": 240}
     undisturbed = ask(lab.head, **fields)
-    if undisturbed.finish == "stop":  # white space may fill it up
+    if undisturbed.finish == "stop":  # white space may use up all tokens
         assert len(json.loads(undisturbed.text)) == 12
     for act in (lambda: ring_process(lab.head.run).kill(), lab.workers[lost].kill):
         reported = ask(lab.head, act, still=True, **fields)
@@ -188,7 +188,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_what_mirostat_learnt_is_not_lost(lab, version):
-    """Its memory follows from the probabilities of tokens that are not drawn again: it goes with them to the next ring."""
+    """Its state depends on probabilities of tokens that are not sampled again, so it moves with them."""
     _, lost = lab.two()
     fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}
     undisturbed = ask(lab.head, **fields)

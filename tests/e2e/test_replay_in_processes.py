@@ -1,4 +1,4 @@
-"""A generation that goes on in another ring is bit for bit the one that was not disturbed."""
+"""A generation that resumes in another ring is bit-identical to an undisturbed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLED = msgspec.structs.replace(
 
 
 class Rings:
-    """A ring of each shape over the same model, which computes what was sampled before one by one or some at a time."""
+    """A ring of each shape over the same model, which recomputes earlier tokens one or several at a time."""
 
     def __init__(self, model: Path) -> None:
         self._runner = asyncio.Runner()
@@ -44,7 +44,7 @@ class Rings:
         self._runner.close()
 
     def answer(self, shape: object, sampling: object, replayed: list[int]) -> list[Sampled]:
-        """What the ring of ``shape`` answers behind ``replayed``, with its most likely tokens."""
+        """Return what the ring of ``shape`` samples after ``replayed``, with the most likely tokens."""
         ring = self._rings[shape]
         sampled, finished = self._runner.run(
             ring.generate(PROMPT, COUNT, replayed=replayed, sampling=sampling, logprobs=20)

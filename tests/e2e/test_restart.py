@@ -1,4 +1,4 @@
-"""Restarts: what was loaded or shipped once is used again; without any worker the endpoint waits for one."""
+"""Restarts: loaded or shipped layers are used again; without workers the endpoint waits for one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.figures import note
 pytestmark = pytest.mark.slow
 
 BY_HAND = ("--wait", 2, "--windows", "4,5,4", "--context", 512, "--no-auth")
-"""The same plan whatever is measured, and none with fewer devices."""
+"""Options with a fixed plan, which does not work with fewer devices."""
 
 ONE_ATTENTION = ("--kv-type", "q8_0")
 """It needs flash attention. Of f16, a plan that is made while nobody asks may have either, by the memory it has left over,
@@ -43,7 +43,7 @@ RELAYED = ("--api", "--api-port", 0)
 
 @dataclass
 class Three:
-    """A head and two workers, each of which can be started again with its home folder."""
+    """A head and two workers, each of which can be restarted with its home folder."""
 
     stack: ExitStack
     model: Path
@@ -53,7 +53,7 @@ class Three:
     workers: dict[str, Primad]
 
     def start_head(self) -> None:
-        """Start the head again and wait until it serves; the endpoint is another one."""
+        """Start the head again, at another endpoint, and wait until it serves."""
         self.head = self.stack.enter_context(heading(self.model, self.homes["head"], self.cluster, *BY_HAND))
         self.head.wait_serving()
 
@@ -62,7 +62,7 @@ class Three:
         self.workers[name] = self.stack.enter_context(joined(self.homes[name], self.cluster, *RELAYED))
 
     def relayed(self, name: str) -> Head:
-        """The head as clients of a worker see it."""
+        """Return the head as clients of a relaying worker see it."""
         run = self.workers[name]
         return Head(run, run.wait_for("^requests to (http://.*) are relayed to the head$")[1])
 
@@ -81,7 +81,7 @@ def three(quick_model: Path, module_home) -> Iterator[Three]:
 
 
 def layer_files(home: Path) -> dict[str, tuple[int, int, int]]:
-    """The layers in the cache of ``home``; what lies beside them says when each was used last."""
+    """Return the layer files in the cache of ``home``, without the files that record their last use."""
     return {name: facts for name, facts in snapshot(home / "cache").items() if name.endswith(".gguf")}
 
 

@@ -1,4 +1,4 @@
-"""Rings of groups and single devices, in real processes: tokens are as likely as to the whole model."""
+"""Rings of groups and single devices, in real processes, give tokens the probabilities of the whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PROMPT = [*range(5, 75)]
 TOKENS = 5
 ROWS = 32
-"""A prompt is longer than a chunk of it."""
+"""Chunk size; prompts are longer."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 
 async def computed(model, windows, plan=None):
-    """The tokens that follow and the logarithms of their probabilities; a second request has the same bits."""
+    """Return the tokens with their log-probabilities; check that a second request gives the same bits."""
     async with LocalRing(model, windows, plan=plan, context=256, rows=ROWS, threads=1) as ring:
         first, again = [
             [(each.token, each.logprob) for each in (await ring.generate(PROMPT, TOKENS, logprobs=1))[0]]

@@ -1,4 +1,4 @@
-"""Sampling is right at every ring size: it draws from the model's own distribution, and each parameter does what it says."""
+"""Sampling is right at every ring size: it follows the model's distribution, and each parameter has its effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ring:
         self._runner, self._ring, self.is_alone = runner, ring, is_alone
 
     def tokens(self, prompt: list[int], count: int, sampling=GREEDY, **changes) -> list[int]:
-        """``count`` tokens after ``prompt``."""
+        """Return ``count`` tokens after ``prompt``."""
         sampling = msgspec.structs.replace(sampling, **changes)
         sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling))
         return [event.token for event in sampled]
@@ -47,12 +47,12 @@ class Ring:
     def events(
         self, prompt: list[int], count: int, sampling: Sampling, *, replayed: Sequence[int] = ()
     ) -> list[Sampled]:
-        """``count`` tokens after ``prompt``, those after ``replayed`` with what was told of each."""
+        """Return the events of the tokens after ``replayed``, up to ``count`` tokens after ``prompt``."""
         sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling, replayed=replayed))
         return sampled
 
     def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
-        """The first token after ``prompt``, sampled with seeds 0 to ``count`` - 1; one that ends the answer is -1."""
+        """Count the first tokens after ``prompt`` for seeds below ``count``; tokens that end the completion are -1."""
 
         async def draw() -> Counter[int]:
             found: Counter[int] = Counter()
@@ -84,13 +84,13 @@ def ring(request: pytest.FixtureRequest, quick_model: Path) -> Iterator[Ring]:
 
 @pytest.fixture(scope="module")
 def one(quick_model: Path) -> Iterator[Ring]:
-    """One device, for what every ring does alike because every ring draws the same."""
+    """One device, for what is alike in every ring because every ring samples the same tokens."""
     with opened(quick_model, None) as ring:
         yield ring
 
 
 class Model:
-    """What plain llama.cpp says about ``TEXT``, and about one token; ``order`` ranks what follows that one."""
+    """Plain llama.cpp's results for ``TEXT`` and for ``start``; ``order`` ranks the tokens after ``start``."""
 
     def __init__(self, path: Path) -> None:
         plain = Plain(path)
@@ -105,16 +105,16 @@ class Model:
         self.sampled = cache(self._sampled)
 
     def _sampled(self, seed: int, **chain: Any) -> list[int]:
-        """What plain llama.cpp draws after ``prompt``, for every ring."""
+        """Sample with plain llama.cpp after ``prompt``."""
         return self._plain.draw(self.prompt, 24, seed=seed, **chain)
 
     def release(self) -> None:
-        """Give back its memory."""
+        """Free its memory."""
         self._plain.release()
 
     @staticmethod
     def distribution(plain: Plain, prompt: list[int]) -> np.ndarray:
-        """Softmax (vocabulary + 1,) of the next token; the tokens that end an answer together stand last, as -1."""
+        """Return the softmax (vocabulary + 1,) of the next token; the last entry is for all tokens that end a text."""
         logits = plain.continue_(prompt, 1).logits[0].astype(np.float64)
         all_tokens = np.exp(logits - np.logaddexp.reduce(logits))
         ends = [token for token in range(plain.vocabulary) if plain.is_end(token)]
@@ -134,7 +134,7 @@ def test_temperature_0_top_k_1_and_greedy_agree(ring, model):
     assert ring.tokens(model.prompt, 24) == model.greedy
     assert ring.tokens(model.prompt, 24, SAMPLED, temperature=0.0, top_k=40, top_p=0.5, seed=7) == model.greedy
     assert ring.tokens(model.prompt, 24, SAMPLED, temperature=1.7, top_k=1, seed=8) == model.greedy
-    # A tiny bias takes the chain of samplers instead of the short cut.
+    # A tiny bias forces the chain of samplers instead of the shortcut.
     assert ring.tokens(model.prompt, 24, logit_bias=packed_biases([(0, -1e-6)])) == model.greedy
 
 
@@ -175,7 +175,7 @@ def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
 
 
 def test_draws_fit_the_distribution_of_the_model(tmp_path):
-    """On one device, for every ring draws the same; of a tiny model, so that many draws take seconds."""
+    """One device suffices, since every ring samples the same; with a tiny model thousands of samples take seconds."""
     path, start = tmp_path / "tiny.gguf", [40]
     write_model(path)
     plain = Plain(path)
@@ -205,7 +205,7 @@ def test_a_penalty_makes_repeating_rarer(one, model, penalty):
     free = one.tokens(model.loop, 24)
     penalised = one.tokens(model.loop, 24, penalty_tokens=64, **penalty)
     assert len(set(penalised)) > len(set(free))
-    # Penalties that look at no token change nothing.
+    # Penalties over a window of no tokens change nothing.
     assert one.tokens(model.loop, 24, penalty_tokens=0, **penalty) == free
 
 
@@ -234,7 +234,7 @@ def test_truncation_restricts_what_can_be_drawn(one, model):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
-    """A small tau makes the answer predictable: of the likeliest tokens, where temperature alone would draw others."""
+    """A small tau makes the text predictable: only the likeliest tokens are sampled despite the temperature."""
     calm, wild = (
         [
             token
@@ -268,7 +268,7 @@ def test_mirostat_goes_on_as_if_nothing_had_happened(one, model, version, gramma
 
 
 def test_loops_that_dry_sees_are_left(one, model):
-    """With few likely tokens the text goes through the same pairs of them again and again."""
+    """With few likely tokens the text repeats the same pairs again and again."""
     dry = {"dry_multiplier": 5.0, "dry_allowed_length": 1, "dry_tokens": 64}
     few = packed_biases([(token, 50.0) for token in range(300, 308)])
     free, left = (set(pairwise(one.tokens(model.loop, 24, logit_bias=few, **more))) for more in ({}, dry))
@@ -276,7 +276,7 @@ def test_loops_that_dry_sees_are_left(one, model):
 
 
 def test_an_answer_ends_where_it_may(one, model):
-    """Where the model would end it at once."""
+    """The bias makes the model end at once."""
     likely = {"temperature": 1.5, "logit_bias": packed_biases([(token, 50.0) for token in model.ends])}
     for seed in range(3):
         assert one.tokens(model.prompt, 48, SAMPLED, seed=seed, **likely) == []

@@ -1,4 +1,4 @@
-"""Several concurrent requests: each has the text it has alone, also when a device dies under them."""
+"""Several concurrent requests: each has the same text as alone, even if a device dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 72
 
 
 def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Reported]:
-    """So many at once, each prompt in turn; ``act`` in the middle of the first answer."""
+    """Run ``streams`` requests concurrently, cycling through the prompts; call ``act`` during the first one."""
     with ThreadPoolExecutor(streams) as pool:
         asked = [
             pool.submit(ask, head, each, still=True, tokens=TOKENS, middle=20, prompt=prompt, **fields)

@@ -1,4 +1,4 @@
-"""An answer with a grammar is one of the grammar's, whoever computes it and whoever takes it over."""
+"""A completion with a grammar matches it, whichever ring computes it and whichever resumes it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.slow
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, top_k=40, top_p=0.95, min_p=0.05)
 QUESTION = "<|im_start|>user\nDescribe a ship as JSON.<|im_end|>\n<|im_start|>assistant\n"
 MAX = 400
-"""Tokens of an answer; the schemas below allow no text that is longer."""
+"""Maximum tokens; the schemas below allow no longer text."""
 
 
 class Rings:
-    """The same model on one device and on three, called without ``await``."""
+    """The same model on one device and on three; tests call them without ``await``."""
 
     def __init__(self, runner: asyncio.Runner, rings: list[LocalRing], words: LlamaVocabulary) -> None:
         self._runner, self._rings, self.words = runner, rings, words
@@ -38,7 +38,7 @@ class Rings:
     def answer(
         self, grammar: str, *, on: int = 0, maximum: int = MAX, behind: list[int] | None = None, **changes: Any
     ) -> tuple[list[int], Any]:
-        """The tokens after those ``behind`` which the answer goes on, and how it ended."""
+        """Return the tokens sampled after those in ``behind``, and the end event."""
         sampling = msgspec.structs.replace(SAMPLED, grammar=grammar, **changes)
         asked = self._rings[on].generate(self.prompt, maximum, sampling=sampling, replayed=behind or [])
         sampled, finished = self._runner.run(asked)
@@ -50,7 +50,7 @@ class Rings:
 
 @pytest.fixture(scope="module")
 def rings(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rings]:
-    """Of random weights: what a grammar lets through is the vocabulary's business."""
+    """The weights are random: what a grammar permits depends only on the vocabulary."""
     model = tmp_path_factory.mktemp("model") / "tiny.gguf"
     write_model(model, layers=6, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     words = LlamaVocabulary(model)
@@ -118,7 +118,7 @@ SCHEMAS = st.recursive(
 def test_an_answer_fits_its_schema_also_when_another_ring_takes_it_over(rings, schema, seed):
     grammar = of_schema(schema)
     tokens, finished = rings.answer(grammar, seed=seed)
-    if finished.reason == "stop":  # seldom there is so much white space that it is cut short
+    if finished.reason == "stop":  # rarely, white space uses up all tokens
         jsonschema.validate(json.loads(rings.text(tokens)), schema)
     cut = random.Random(seed).randint(0, len(tokens))
     rest, ended = rings.answer(grammar, seed=seed, on=1, behind=tokens[:cut])

@@ -1,4 +1,4 @@
-"""A tensor-parallel group serves: one answer by all devices, also where one of them is lost in its midst."""
+"""A tensor-parallel group serves: all devices compute each request, which survives the loss of a device."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.slow
 TOKENS = 100
 LIKELY = 24
 FEW_LIKELY = {"28": 50.0, "29": 50.0}
-"""Two likely tokens, whose text repeats itself, so that drafts hold."""
+"""Two likely tokens, so that the text repeats itself and drafts are accepted."""
 CHARACTERS = 100
-"""Of the answer that are sampled before the device is lost; other shares add up in another order."""
+"""Characters before the loss; later ones may differ, since other shares are summed in another order."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A head, workers by name, and the undisturbed answer."""
+    """A head, workers by name, and the undisturbed completion."""
 
     head: Head
     workers: dict[str, Primad]
     answer: Reported
 
     def devices(self) -> dict[str, str]:
-        """The role of each device that computes."""
+        """Return the role of each computing device."""
         return {device["name"]: device["role"] for device in self.head.status().get("devices", ())}
 
 

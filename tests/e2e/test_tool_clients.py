@@ -1,4 +1,4 @@
-"""Official clients hand tools to a real head: calls that are demanded come, and the conversation goes on."""
+"""Official clients give tools to a real head: required calls are made, and the conversation continues."""
 
 from __future__ import annotations
 
