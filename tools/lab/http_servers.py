@@ -72,7 +72,7 @@ class HttpServer:
                 if leaves is not None and leaves.is_set():
                     return times
                 times.append(at_s)
-        del times[-1]  # the last event only ends the answer
+        del times[-1]  # the last event only ends the response
         return times
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> list[list[float]]:
@@ -93,7 +93,7 @@ class HttpServer:
             event = json.loads(body)
             if "error" in event:
                 raise LabError(f"{self.url} ends a response: {event['error']}")
-            if not event["stop"]:  # the last event only ends the answer
+            if not event["stop"]:  # the last event only ends the response
                 found += [(at_s, token) for token in event["tokens"]]
         return found
 
