@@ -1,22 +1,26 @@
-"""A ring of three with replicas of the KV cache, for tests in which devices die or join."""
+"""A ring of three whose devices keep the KV cells of answers, for tests in which some of them die or come."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.e2e.cluster import Head, Primad, all_joined, heading, wait_until
 from tests.e2e.streams import Reported, ask, show
 
 BLOCK = 16
 """Tokens per KV block."""
+_RUN_S, _STOP_S = 0.05, 0.2
 
 
 class Lab:
-    """A head and two workers, all on one machine; dead workers are replaced before the next test."""
+    """A head and two workers, all on one machine; who dies is replaced before the next test."""
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class Lab:
         self.undisturbed = self.ask().text
 
     def add(self, count: int) -> list[str]:
-        """Start more workers concurrently; return their names."""
+        """Start more workers, all together; their names."""
         names = [f"w{self._count + 1 + each}" for each in range(count)]
         self._count += count
         self.homes |= {name: self._make_home(name) for name in names}
@@ -57,19 +61,19 @@ class Lab:
         return names
 
     def ask(self, act: Callable[[], object] | None = None, **other: Any) -> Reported:
-        """Run a request with this lab's fields, except for ``other`` ones."""
+        """An answer as this lab's are, but for what is ``other``."""
         return ask(self.head, act, **{"tokens": self._tokens, "middle": self._middle, **self._fields, **other})
 
     @property
     def kv(self) -> dict[str, Any]:
-        """The head's status of the KV cache; empty while a ring is formed."""
+        """What the head says of KV cells; empty while a ring is formed."""
         return dict(self.head.status()["kv"] or {})
 
     def replica_of(self, device: str) -> str:
         return next(copy["replica"] for copy in self.kv["copies"] if copy["device"] == device)
 
     def two(self) -> tuple[str, str]:
-        """Wait until exactly two workers compute; return their names."""
+        """The names of two workers that compute, and nobody else."""
         for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
             del self.workers[name]
         self.add(2 - len(self.workers))
@@ -81,7 +85,7 @@ class Lab:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
     def goes_on(self, act: Callable[[], object], max_again: int) -> None:
-        """Call ``act`` during a completion; check that it resumes with at most ``max_again`` tokens recomputed."""
+        """``act`` in the middle of an answer, of which at most so many tokens may be computed again."""
         before = self.kv
         reported = self.ask(act)
         after = self.kv
@@ -95,14 +99,41 @@ class Lab:
         assert after["restored_tokens"] - before["restored_tokens"] + again >= self._middle - 1
         assert "Traceback" not in self.head.run.output
 
-    def wait_copied(self) -> None:
-        """Wait until the replicas have all complete blocks of the request but the newest."""
-        wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
+    @contextmanager
+    def all_copied(self, slowed: psutil.Process) -> Iterator[None]:
+        """Within a request: its complete blocks are replicated, but for the newest, and few tokens follow.
+
+        Until then a ring process runs only a fifth of the time, so that the request does not end before.
+        """
+        with running_in_slices(slowed):
+            wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
+            yield
 
     def copied(self, name: str) -> list[Path]:
-        """Return one file of each block that a device replicates, in the order of the request."""
+        """One file of each block that a device replicates, in the order of the request; a block may have several."""
         found = (self.homes[name] / "run" / "cells").glob("*/*.copy")
         by_block: dict[Path, Path] = {}
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
             by_block.setdefault(path.parent, path)
         return list(by_block.values())
+
+
+@contextmanager
+def running_in_slices(process: psutil.Process) -> Iterator[None]:
+    """Stop ``process`` again and again, too briefly for anyone to think that it hangs."""
+    is_over = threading.Event()
+
+    def stop_often() -> None:
+        with suppress(psutil.NoSuchProcess):
+            while not is_over.wait(_RUN_S):
+                process.suspend()
+                is_over.wait(_STOP_S)
+                process.resume()
+
+    stopping = threading.Thread(target=stop_often)
+    stopping.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        stopping.join()

@@ -1,18 +1,17 @@
-"""A device dies during a long completion: its KV cache is restored from the replica instead of being recomputed.
+"""A device dies in the middle of a long answer: what it had computed is taken from the copy, and is not computed again.
 
-Recomputed tokens are counted; nothing is timed.
+How much was computed again is counted, never timed.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import wait_until
+from tests.e2e.cluster import ring_process, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS, MIDDLE = 180, 90
 AGAIN = 64
-"""Tokens not yet in a block, tokens under way in the ring, and a block not yet replicated."""
+"""Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
 
 
 @pytest.fixture(scope="module")
@@ -30,26 +29,27 @@ def lab(smollm2: Path, module_home) -> Iterator[Lab]:
 
 
 def test_a_worker_that_is_killed_has_left_its_cells(lab):
-    first, _ = lab.two()
+    first, second = lab.two()
+    ring = ring_process(lab.workers[second])
 
     def act() -> None:
-        lab.wait_copied()
-        lab.workers[first].kill()
+        with lab.all_copied(ring):
+            lab.workers[first].kill()
 
     lab.goes_on(act, AGAIN)
 
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
-    first, _ = lab.two()
-    replica = lab.replica_of(first)
+    first, second = lab.two()
+    ring, replica = ring_process(lab.workers[second]), lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
-        lab.wait_copied()
-        copies = lab.copied(replica)
-        spoilt.append(copies[len(copies) // 2])
-        flip(spoilt[0])
-        lab.workers[first].kill()
+        with lab.all_copied(ring):
+            copies = lab.copied(replica)
+            spoilt.append(copies[len(copies) // 2])
+            flip(spoilt[0])
+            lab.workers[first].kill()
 
     lab.goes_on(act, MIDDLE)
     assert not spoilt[0].exists()
@@ -81,8 +81,7 @@ def test_a_device_joins_and_takes_the_cells_of_its_layers(lab):
 
 def test_a_device_leaves_and_its_cells_stay(lab):
     first, _ = lab.two()
-    lab.goes_on(lambda: lab.workers[first].send_signal(signal.SIGINT), AGAIN)
-    lab.workers[first].wait_end()
+    lab.goes_on(lab.workers[first].stop, AGAIN)
 
 
 def test_nothing_is_kept_of_an_answer_that_is_over(lab):
@@ -98,7 +97,7 @@ def test_nothing_is_kept_of_an_answer_that_is_over(lab):
 
 
 def flip(path: Path) -> None:
-    """Flip a bit in the middle of the file."""
+    """Another bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -1,6 +1,6 @@
-"""A worker dies late in a long completion: the pause is as short as early in it, and no token changes.
+"""A worker dies late in a long answer: the pause is as short as early in it, and the text that of an undisturbed run.
 
-The pauses are recorded for ``tools/faults long``, which shows them; they are not judged here.
+The pauses are noted for ``tools/faults long``, which says how long they were; nothing here judges them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import primad, wait_until
+from tests.e2e.cluster import primad, ring_process, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 AFTER = 60
-"""Tokens after the death."""
+"""Tokens behind the death."""
 BEHIND = 1500
-"""Tokens after a planned change: a joining device is measured first."""
+"""Tokens behind a change that was planned: who joins is measured first."""
 AGAIN = 64
 KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
@@ -49,9 +49,9 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
         )
         pieces = lab.undisturbed
         for length in lengths:
-            first, _ = lab.two()
+            first, second = lab.two()
             before = lab.kv["computed_again_tokens"]
-            reported = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
+            reported = lab.ask(killing(lab, first, second), tokens=length + AFTER, middle=length)
             again = lab.kv["computed_again_tokens"] - before
             show(f"{kind}: killed at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
             record_property(f"gap_{length}", reported.gap_s)
@@ -97,8 +97,8 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
             sequences=count,
             serving=("--batching", "exact"),
         )
-        first, _ = lab.two()
-        act = killing(lab, first)
+        first, second = lab.two()
+        act = killing(lab, first, second)
         before = lab.kv["computed_again_tokens"]
 
         def one(number: int) -> Any:
@@ -118,13 +118,13 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
 
 
 def asked_of(lab: Lab, command: str, name: str) -> None:
-    """Run a ``primad`` command with the home of a worker."""
+    """``primad`` with ``command``, at the home of a worker."""
     with primad(command, "--home", lab.homes[name]) as run:
         assert run.wait_end() == 0
 
 
 def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[], None]:
-    """Return a function that makes a ``change`` and waits until this number of workers computes."""
+    """A ``change`` after which so many workers compute."""
 
     def act() -> None:
         change()
@@ -134,11 +134,11 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
 
 
 def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
-    """Return a function that kills a worker once its replica is complete; the ``other`` worker is slowed until then."""
+    """Kill a worker as soon as its replica has all blocks that it was notified of; slow the ``other`` worker until then."""
     slowed = ring_process(lab.workers[other])
 
     def act() -> None:
-        lab.wait_copied()
-        lab.workers[name].kill()
+        with lab.all_copied(slowed):
+            lab.workers[name].kill()
 
     return act
