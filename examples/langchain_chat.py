@@ -1,4 +1,4 @@
-"""A LangChain prompt and model in front of primad, streamed."""
+"""A LangChain prompt and model that use primad, streamed."""
 
 import os
 import sys

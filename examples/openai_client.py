@@ -1,4 +1,4 @@
-"""One question, one answer, with OpenAI's own client."""
+"""One question and one answer, with OpenAI's own client."""
 
 import os
 import sys

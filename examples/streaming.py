@@ -1,4 +1,4 @@
-"""The answer as it is written. A device that goes away in the middle is a pause, not an end."""
+"""Stream an answer. If a device disappears in the middle, the answer pauses, then continues."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What every test may ask for: the test models, a cluster name of its own, home folders."""
+"""Fixtures for all tests: the test models, unique cluster names, home folders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests import figures
 from tests.fakes.profile import seed
 from tests.forks import forking
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside
-os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads yield their core to parallel tests
+os.environ["COLUMNS"] = "200"  # read when the commands' consoles are first imported
 MODELS = Path(__file__).parent.parent / ".models"
 collect_ignore = [  # tools/test-gpu and tools/test-page run them
     name for name in ("gpu", "page") if not os.environ.get(f"PRIMAD_TEST_{name.upper()}")
 ]
 
-# The time of an example is that of the clock: a process that waits for a core or a disk would take too long. Each run
-# has the same examples, so that what fails fails again; ``--hypothesis-profile explore`` looks for others, and ``full``,
-# which ``tools/test --full`` chooses, at more of them.
+# Deadlines are in wall time, which a process that waits for a core or a disk would exceed. Every run has the same
+# examples, so failures are reproducible; ``--hypothesis-profile explore`` tries new ones, and ``full``, which
+# ``tools/test --full`` selects, more of them.
 settings.register_profile("explore", deadline=None)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("primad", deadline=None, derandomize=True, max_examples=25)
@@ -82,10 +82,10 @@ LONGEST = (
     "e2e/test_several_at_once.py",
     "solver/test_simulate.py",
 )
-"""Files that take half a minute to some minutes, the longest first."""
+"""Files that take from half a minute to several minutes, longest first."""
 
 MakeHome = Callable[[str], Path]
-"""Makes a home folder by name; it is measured already."""
+"""Makes a home folder by name; the device counts as measured."""
 
 
 def _model(name: str) -> Path:
@@ -96,19 +96,19 @@ def _model(name: str) -> Path:
 
 
 def pytest_configure() -> None:
-    """Whoever started the tests may ignore SIGINT, as a shell does for what it starts with ``&``; children would too."""
+    """Restore SIGINT: a shell ignores it for background jobs (``&``), and children would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # until all tests are collected
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays to the end: looking through it for garbage again and again takes a tenth of the time."""
+    """Collected tests stay to the end; scanning them in every garbage collection takes a tenth of the time."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, so that of two processes with whole files neither waits long for the other at the end."""
+    """Run slow files first, so that processes, which run whole files, finish at about the same time."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), places
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -117,20 +117,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither use nor touch the user's cache folder: the lock on measuring lies there, and this machine's figures.
+    """Keep away from the user's cache folder, which has the measuring lock and this machine's figures.
 
-    The machine counts as measured, with made-up figures: they are not what is tested, and take a minute.
+    The machine counts as measured, with made-up figures: measuring takes a minute and is not under test.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if find_spec("llama_cpp") is not None:  # figures are of one build of it; the core has none
+        if find_spec("llama_cpp") is not None:  # figures belong to one build of it; core tests run without it
             seed(tmp_path_factory.mktemp("seed"))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Daemons stay on loopback, and trust nobody whom this user runs beside the tests, nor are they trusted there."""
+    """Daemons stay on loopback; they and the user's other daemons do not trust each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIMAD_HOST", "127.0.0.1")
         patch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path_factory.mktemp("trust") / "local-devices"))
@@ -139,20 +139,20 @@ def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Each async test runs in a loop of its own, which cancels the tasks that are left at its end."""
+    """Each async test runs in its own event loop, which cancels remaining tasks at the end."""
     return "asyncio"
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
-    """What starts a process of primad forks it, unless it says ``executing``."""
+    """Processes of primad are forked, except inside ``executing``."""
     with forking():
         yield
 
 
 @pytest.fixture(autouse=True)
 def _figures(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """What the test notes of its time goes into the report."""
+    """Add the times that the test records to the report."""
     yield
     for promise, seconds in figures.taken():
         record_property(promise, seconds)
@@ -166,17 +166,16 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half of SmolLM2's layers with its first tokens, a twentieth of its work and random weights, for tests of who
-    computes what.
+    """Half of SmolLM2's layers and its first tokens, with random weights: a twentieth of its computation.
 
-    Its greedy text wanders: a cell or a token that is lost changes all that follows.
+    For tests of which device computes what. Its greedy text wanders: one lost token or KV cell changes the rest.
     """
     return _write_quick(smollm2, tmp_path_factory.mktemp("quick"), 15)
 
 
 @pytest.fixture(scope="session")
 def deep_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the quick model, with layers for faults to come in the midst of a prompt and a transfer."""
+    """The quick model with more layers, so that a fault can hit in the middle of a prompt or a transfer."""
     return _write_quick(smollm2, tmp_path_factory.mktemp("deep"), 30)
 
 
@@ -210,19 +209,19 @@ def templates() -> dict[str, str]:
 
 @pytest.fixture
 def cluster() -> str:
-    """A cluster name that nobody else on this network uses."""
+    """A unique cluster name."""
     return f"test-{secrets.token_hex(6)}"
 
 
 @pytest.fixture(scope="session")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ``profile.json`` with made-up figures, for homes."""
+    """A ``profile.json`` with made-up figures, for home folders."""
     return seed(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture(scope="module")
 def module_home(tmp_path_factory: pytest.TempPathFactory, profiled: Path) -> Iterator[MakeHome]:
-    """Makes homes that live as long as the module's tests."""
+    """Makes home folders that last as long as the module's tests."""
     root = tmp_path_factory.mktemp("homes")
     yield _homes(root, profiled)
     _remove(root)
@@ -230,7 +229,7 @@ def module_home(tmp_path_factory: pytest.TempPathFactory, profiled: Path) -> Ite
 
 @pytest.fixture
 def new_home(tmp_path: Path, profiled: Path) -> Iterator[MakeHome]:
-    """Makes homes that live as long as the test."""
+    """Makes home folders that last as long as the test."""
     root = tmp_path / "homes"
     root.mkdir()
     yield _homes(root, profiled)
@@ -238,7 +237,7 @@ def new_home(tmp_path: Path, profiled: Path) -> Iterator[MakeHome]:
 
 
 def _remove(root: Path) -> None:
-    """Make room. A process that was killed may have others that end after it, and write there until they do."""
+    """Free the space. Children of a killed process may outlive it for a moment and still write there."""
     shutil.rmtree(root, ignore_errors=True)
 
 

@@ -1,11 +1,11 @@
-"""Processes of primad that fork from one that has imported everything already: a start takes half a second of a core less.
+"""Fork processes of primad from one that has already imported everything, which saves half a CPU second per start.
 
-``forking`` does so with all that this process starts: ``primad`` commands and ``python -m primad...``. Who starts one gets
-what ``exec`` would give: a child of its own, with its arguments, environment, descriptors and network. A template forks
-twice: what is left without a parent becomes the child of the nearest ancestor that takes orphans, which is the process that
-asked for it. Each command has a template of its own, since it starts processes too (``template.py``).
+Inside ``forking`` this applies to every ``primad`` command and ``python -m primad...`` that this process starts. The
+caller gets what ``exec`` would give: a child of its own, with its arguments, environment, descriptors and network. The
+template forks twice, so the orphaned grandchild becomes a child of the nearest subreaper, the requesting process. Each
+command has its own template, since it starts processes too (``template.py``).
 
-Linux only; elsewhere processes start as ever. A test of starts has them by ``exec`` (``executing``).
+Linux only; elsewhere processes start as usual. Tests of the start itself use ``exec`` (``executing``).
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ CHILDREN: Final = (
     "tests.homelab.client",
     "tests.homelab.seed",
 )
-"""Modules that run as processes, but those that measure."""
+"""Modules that run as processes, except those that measure."""
 COMMAND: Final = "primad.cli.main"
 ENTERING: Final = [os.fsencode(each) for each in (PYTHON, "-I", "-S", INSIDE, "enter")]
-"""Before the settings and the command of a process on a device of a lab."""
+"""Prefix of a command on a lab device; the device's settings and the command itself follow."""
 ROOT: Final = Path(__file__).parents[1]
 NETWORK: Final = 0x40000000
 """CLONE_NEWNET."""
 _TAKES_ORPHANS: Final = 36
 """PR_SET_CHILD_SUBREAPER."""
 _PADDING: Final = 1 << 14
-"""Bytes of arguments and of environment that a forked process can show as its own."""
+"""Bytes reserved for the arguments, and for the environment, that a forked process shows as its own."""
 SIZE: Final = struct.Struct("<I")
 _AS_EVER: Final = (-1, None, None, None, -1, None)
-"""No other group of processes, user, groups or file mask, and nothing to call before."""
+"""No other process group, user, groups or file mask, and no ``preexec_fn``."""
 _exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to start. ``places`` are the numbers of the descriptors that come with it, the last one a network."""
+    """A process to start. ``places`` are its numbers for the descriptors sent along, before a network namespace."""
 
     module: str
     arguments: list[bytes]
@@ -66,18 +66,18 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     places: list[int]
     leads: bool
     device: dict[str, Any] | None
-    """The device of a lab to enter, as ``inside.py`` takes it."""
+    """The lab device to enter, as ``inside.py`` takes it."""
 
 
 class Template:
-    """The other end of a process that waits to be forked."""
+    """The connection to a template process, which waits to be forked."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def start(self, start: Start, descriptors: Sequence[int]) -> int:
-        """The number of the new process, a child of this one."""
+        """Start a child of this process; return its id."""
         library = ctypes.CDLL(None)
         with self._lock:
             library.prctl(_TAKES_ORPHANS, 1)
@@ -95,14 +95,14 @@ _template: Template | None = None
 
 
 def ask(template: Template | None) -> None:
-    """Have processes forked by ``template`` from now on; None: by nobody."""
+    """Fork processes from ``template`` from now on; with None, start them as usual."""
     global _template
     _template = template
     subprocess._fork_exec = _exec if template is None else _fork_exec  # type: ignore[attr-defined]
 
 
 def _fork_exec(arguments: Sequence[Any], *others: Any) -> int:
-    """As ``subprocess`` has it, which takes what it needs of Python's own without a name."""
+    """Replace ``subprocess._fork_exec``, whose arguments are positional."""
     ours, device = list(map(os.fsencode, arguments)), None
     if ours[: len(ENTERING)] == ENTERING:
         device, ours = json.loads(ours[len(ENTERING)]), ours[len(ENTERING) + 1 :]
@@ -130,7 +130,7 @@ def _environment() -> list[bytes]:
 
 
 def _module_of(arguments: list[bytes]) -> str | None:
-    """What runs in a process of these ``arguments``, if it may be forked."""
+    """Return the module that these ``arguments`` run; None if it must not be forked."""
     if arguments[0] == os.fsencode(PROGRAM):
         return COMMAND
     if arguments[:2] == [os.fsencode(PYTHON), b"-m"] and (module := arguments[2].decode()) in CHILDREN:
@@ -140,7 +140,7 @@ def _module_of(arguments: list[bytes]) -> str | None:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """In the block, what this process starts is forked."""
+    """Fork the processes that this one starts inside the block."""
     if sys.platform != "linux":
         yield
         return
@@ -161,7 +161,7 @@ def forking() -> Iterator[None]:
 
 @contextmanager
 def executing() -> Iterator[None]:
-    """In the block, processes start as users start them."""
+    """Start processes inside the block as users do."""
     before = _template
     ask(None)
     try:

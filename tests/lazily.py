@@ -1,4 +1,4 @@
-"""Modules that take seconds to import, only where a test uses them, or once for all processes of tests that fork."""
+"""Import slow modules on first use, or once before the test processes fork."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ _names: set[str] = set()
 
 
 def import_all() -> None:
-    """Import the modules that the tests collected may use."""
+    """Import the modules that the collected tests may use."""
     for name in _names:
         import_module(name)
 
 
 class Lazily:
-    """The module ``name``, imported when something of it is first asked for."""
+    """The module ``name``, imported on first attribute access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         _names.add(name)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith(("_", "pytest")):  # which pytest looks for in all that a test file has
+        if attribute.startswith(("_", "pytest")):  # pytest looks for these in every object of a test file
             raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)

@@ -1,7 +1,7 @@
-"""``-p tests.processes --processes 7``: whole files of tests in processes that fork when all tests are collected.
+"""``-p tests.processes --processes 7``: run whole test files in processes that fork once all tests are collected.
 
-pytest-xdist has each process collect all of them anew, which takes eight seconds. A process asks for a file when it begins
-the last test of the one before, so what lives longer than a file is kept from one to the next. Linux only.
+With pytest-xdist each process collects all tests again, which takes eight seconds. A process asks for its next file
+before the last test of the current one, so fixtures that outlive a file are kept. Linux only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.lazily import import_all
 
 
 class Process:
-    """A process of tests as the one that collected them sees it."""
+    """A test process, as seen by the process that collected the tests."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Fork, hand out files and take reports in."""
+    """Fork, hand out files and collect reports."""
     config, count = session.config, session.config.option.processes
     if count < 2 or config.option.collectonly or session.testsfailed or not session.items:
         return None
@@ -78,7 +78,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _hear(config: pytest.Config, connection: Connection, running: dict[Connection, Process], left: deque[int]) -> None:
-    """Take a report in, or answer a process that asks for a file: None when there are none left."""
+    """Handle a report, or a process that asks for a file: send the next one, None if none is left."""
     process = running[connection]
     try:
         data: dict[str, Any] | None = connection.recv()
@@ -118,7 +118,7 @@ def _run(
         status = 0
     finally:
         with suppress(BaseException):
-            session._setupstate.teardown_exact(None)  # of a process that is interrupted all that is open
+            session._setupstate.teardown_exact(None)  # after an interrupt, everything still open
         os._exit(status)
 
 
@@ -129,7 +129,7 @@ def _next(connection: Connection) -> int | None:
 
 
 def _be_alone(config: pytest.Config, number: int, count: int) -> None:
-    """Write where no other process does: neither what is captured, nor temporary files, nor the terminal."""
+    """Share nothing with other processes: no captured output, temporary files or terminal."""
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(count)
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()

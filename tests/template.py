@@ -1,4 +1,4 @@
-"""What ``forks.py`` has forked: a process that has imported what those of primad import, and waits for what to become."""
+"""The template process of ``forks.py``: it has imported everything that primad does, and forks on request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IMPORTED: Final = (
     "primad.worker.daemon",
     "tests.fakes.profile",
 )
-"""What commands and children import while they run."""
+"""Modules that commands and children import at run time."""
 _MMAP_THRESHOLD: Final = -3
 """M_MMAP_THRESHOLD."""
 
@@ -53,8 +53,8 @@ def prepare(descriptor: int) -> None:
 
 
 def _wait(connection: socket.socket) -> None:
-    """Fork what is asked for until nobody asks any more; a forked process does not return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it ends with who asks
+    """Fork requested processes until the connection closes; a forked process does not return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; it ends with its client
     gc.collect()
     gc.freeze()
     while True:
@@ -75,13 +75,13 @@ def _wait(connection: socket.socket) -> None:
         os.waitpid(middle, 0)
         os.close(tell)
         with os.fdopen(reported, "rb") as number:
-            connection.sendall(number.read())  # to the end: by then the new process shows what it is
+            connection.sendall(number.read())  # EOF comes once the new process shows its own arguments
         for each in descriptors:
             os.close(each)
 
 
 def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
-    """Become what was asked for; ``tell`` is closed as soon as the system says so."""
+    """Become the requested process; ``tell`` is closed once the system shows it as such."""
     *descriptors, network = descriptors
     if start.leads:
         os.setsid()
@@ -97,7 +97,7 @@ def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
     os.chdir(start.folder)
     if start.device is not None:
         enter(start.device)
-        platform._uname_cache = uuid._node = None  # type: ignore[attr-defined]  # they name the machine
+        platform._uname_cache = uuid._node = None  # type: ignore[attr-defined]  # cached names of the machine
     os.environb.clear()
     os.environb.update(dict(each.split(b"=", 1) for each in start.variables))
     if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_"):  # read when a process starts
@@ -109,7 +109,7 @@ def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
 
 
 def _run(start: Start, tell: int) -> int:
-    """The exit code of what was asked for, which has ended."""
+    """Run the requested module to its end; return the exit code."""
     sys.argv = list(map(os.fsdecode, start.arguments))
     code: Any = 0
     try:
@@ -139,7 +139,7 @@ def _run(start: Start, tell: int) -> int:
 
 
 def _be_asked(tell: int) -> None:
-    """Have a template of its own for the processes that this one will start."""
+    """Fork a template for the processes that this one will start."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -151,12 +151,12 @@ def _be_asked(tell: int) -> None:
         _wait(theirs)
         os._exit(0)
     theirs.close()
-    staying.add(pid)  # it is not what the command holds memory for
+    staying.add(pid)  # the template's memory does not count as the command's
     ask(Template(ours))
 
 
 def _show(start: Start) -> None:
-    """Have the system tell the arguments and the environment that the process would have had from ``exec``."""
+    """Show the arguments and environment in ``/proc`` as after ``exec``."""
     begins = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
     for begin, end, texts in zip(begins[::2], begins[1::2], (start.arguments, start.variables), strict=True):
         data = b"".join(text + b"\0" for text in texts)

@@ -1,20 +1,20 @@
-"""The description of a lab: which devices there are and what each may use. Read from TOML, checked completely.
+"""The description of a lab: its devices and their limits, read from TOML and checked completely.
 
-[defaults]                      # every key but name and ip may stand here too
+[defaults]                      # any key except name and ip is allowed here too
 mbit_per_s = 900
 
 [[device]]
 name = "desk"                   # up to 15 of a-z, 0-9, '-'; also its host name
 cpus = 1.5                      # CPU time per second
-memory_bytes = "2GB"            # numbers, or texts with kB, MB, GB, KiB, MiB, GiB
-disk_bytes = "3GB"              # its home lies on a file system of this size
+memory_bytes = "2GB"            # numbers, or strings with kB, MB, GB, KiB, MiB, GiB
+disk_bytes = "3GB"              # size of the file system of its home
 disk_read_bytes_per_s = "500MB"
 disk_write_bytes_per_s = "300MB"
 mbit_per_s = 100                # each way
 latency_ms = 4                  # added to a round trip, half each way
 ip = "10.77.0.9"                # otherwise 10.77.0.1 and on, in order
 ipv6 = true                     # also fd77::1 and on
-ipv4 = false                    # no IPv4; without ipv6 it has the link-local address of its interface alone
+ipv4 = false                    # no IPv4; without ipv6 it has only a link-local address
 multicast = false               # no mDNS in or out
 """
 

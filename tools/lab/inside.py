@@ -1,10 +1,10 @@
-"""The two steps of a lab that must happen inside a process of its own: making namespaces, and entering them.
+"""The two steps of a lab that need their own process: making namespaces, and entering them.
 
-    inside.py hold SETTINGS              make namespaces and stay until killed; prints 'ready' or one line of what failed
-    inside.py enter SETTINGS COMMAND...  enter those of a holder and become COMMAND: same process id, so signals reach it
+    inside.py hold SETTINGS              make namespaces and stay until killed; print 'ready' or a one-line error
+    inside.py enter SETTINGS COMMAND...  enter those of a holder and exec COMMAND: same process id, so signals reach it
 
-Both first write themselves into the lab's cgroups, before anything can outlive the lab unseen. Run with ``python -I -S``,
-therefore standard library only; ``SETTINGS`` is JSON.
+Both first join the lab's cgroups, so that nothing outlives the lab unseen. Run with ``python -I -S``, therefore
+standard library only; ``SETTINGS`` is JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The wires of a lab: a bridge in a namespace of its own, a cable from it to every device.
+"""The wires of a lab: a bridge in its own namespace, and a cable from it to every device.
 
-    device i: eth0 ─veth─ x<i> [─relay─ y<i> ─veth─ p<i>] ─ bridge s0     (x<i> is itself the port where no relay is needed)
+    device i: eth0 ─veth─ x<i> [─relay─ y<i> ─veth─ p<i>] ─ bridge s0     (without a relay x<i> is the port)
 
-Rate: a token bucket at both ends of the cable. Latency: netem at both ends where the kernel has it, else the relay, which
-also blocks multicast. The bridge learns and floods as a switch at home does. Faults need no packet filter: a partition moves
-ports to another bridge, half-open takes a port off its bridge with the cable still lit, a cut takes the cable down.
+Rate: a token bucket at both ends of the cable. Latency: netem at both ends if the kernel has it, otherwise the relay,
+which also blocks multicast. The bridge learns and floods like a home switch. Faults need no packet filter: a partition
+moves ports to another bridge, half-open removes a port from its bridge while the link stays up, a cut takes the link
+down.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     relay.py '[{"outer": "x0", "inner": "y0", "delay_s": 0.002, "multicast": true}, ...]'
 
-One process per lab, in the namespace of its bridge. Every link is a pair of interfaces; what comes in at one goes out at the
-other ``delay_s`` later, in order, broadcast and multicast included. Without ``multicast`` the frames that mDNS needs are
-dropped both ways: IPv4 multicast, and mDNS's group of IPv6, whose other groups carry neighbour discovery.
+Each lab has one process, in the namespace of its bridge. Every link is a pair of interfaces; frames that arrive at one
+leave by the other ``delay_s`` later, in order, broadcast and multicast included. Without ``multicast`` the frames that
+mDNS needs are dropped both ways: IPv4 multicast, and mDNS's IPv6 group; other IPv6 groups carry neighbour discovery.
 
-Frames travel with their virtio header (``PACKET_VNET_HDR``): the kernel hands over up to 64 KiB of a TCP stream as one
-frame, not yet cut nor summed, and takes it so on the other side; without it Python could not keep up with a home network.
-Measured on two cores: 4.9 Gbit/s of one TCP stream over a link of 4 ms, and 2.3 Gbit/s over two; while that runs, the round
-trips of other links take at most 3 ms more than asked, otherwise 0.5 ms.
-A link holds at most ``MAX_BYTES`` each way and drops what is more, as a router does. The wait is ``select`` because its
+Frames travel with their virtio header (``PACKET_VNET_HDR``): the kernel passes up to 64 KiB of a TCP stream as one
+frame, not yet segmented or checksummed; otherwise Python could not keep up with a home network. Measured on two cores:
+4.9 Gbit/s for one TCP stream over a link of 4 ms, and 2.3 Gbit/s over two; meanwhile round trips of other links take
+at most 3 ms more than requested, otherwise 0.5 ms.
+
+A link holds at most ``MAX_BYTES`` each way and drops the excess, as a router does. It waits with ``select``, whose
 timeout is in microseconds; that of ``poll`` is in milliseconds. Run with ``python -I -S``: standard library only.
 """
 
@@ -39,7 +40,7 @@ _LARGEST_FRAME = _HEADER_BYTES + 14 + 65_536
 _IPV4_MULTICAST = bytes.fromhex("01005e")
 _IPV6_MDNS = bytes.fromhex("3333000000fb")
 _DROPPED = (errno.ENOBUFS, errno.EAGAIN, errno.ENETDOWN, errno.ENXIO, errno.EINVAL, errno.EMSGSIZE)
-"""A full or closed interface, or a frame that it cannot carry: networks lose those."""
+"""The interface is full or closed, or cannot carry the frame: networks lose such frames."""
 
 
 class Way:
