@@ -116,6 +116,20 @@ async def test_all_devices_are_notified_of_unneeded_blocks_and_which_were_prompt
         assert store.list() == []
 
 
+async def test_blocks_that_only_some_devices_of_a_lost_ring_kept_are_dropped(lab):
+    async with lab() as here:
+        (nas, lap), ring, _, request = await answering(here, "nas", "lap")
+        kept, unreported = blocks = chain(2)
+        store = own_cells(here, blocks)
+        ring.begin_to_keep(*blocks)
+        ring.keep(request, kept)
+        await lap.leave()
+        ring.breaks("lap", "lap is gone")
+        await here.serves("nas", after=ring.epoch)
+        assert (await nas.hear(KvForget)).keys == [unreported.key]
+        assert [block.key for block in store.list()] == [kept.key]
+
+
 async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab):
     async with lab() as here:
         (nas, lap), ring, stream, request = await answering(here, "nas", "lap")
