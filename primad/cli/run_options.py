@@ -160,7 +160,7 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     if run.rounds is not None and run.windows is None:
         raise ConfigError(f"--rounds {run.rounds}: needs --windows; give both or neither")
     if run.use_all and run.windows is not None:
-        raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
+        raise ConfigError("--use-all: contradicts --single-device and --windows; leave one of them out")
     parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
     wire = parse_choice(run.wire, WIRES, "--wire")
     if wire != "f32" and parallel == "pipeline":

@@ -139,7 +139,9 @@ class OtherDevicesOptions:
             show_default=False,
         ),
     ] = None
-    alone: Annotated[bool, typer.Option("--alone", help="Use this device only.")] = False
+    single_device: Annotated[
+        bool, typer.Option("--single-device", "--alone", help="Use this device only.", show_default=False)
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +185,13 @@ class RingOptions:
 
 
 SERVE_SHOWN: Final = (
-    *("model", "context", "sequences", "draft", "wait", "device", "alone"),
+    *("model", "context", "sequences", "draft", "wait", "device", "single_device"),
     *("host", "port", "api_key", "max_ram", "max_vram", "gpu"),
 )
 """Options that ``--help`` shows: those that a home needs."""
 DEFAULT_KEEP_S: Final = 300.0
 OF_ONE_MODEL: Final = ("lora", "alias", "chat_template", "mmproj", "draft", "windows", "rounds")
-SERVE_TABLE: Final = {"model", "idle_unload", "lora", "wait", "wait_timeout", "alone"} | names_of(
+SERVE_TABLE: Final = {"model", "idle_unload", "lora", "wait", "wait_timeout", "single_device"} | names_of(
     *(EndpointOptions, AskingOptions, RunOptions, DraftOptions, SamplingOptions, RingOptions, RopeOptions, KeptOptions)
 )
 """Options allowed in the configuration file, in addition to the keys of the device."""
@@ -297,7 +299,7 @@ def serve(
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
         options = replace(options, name=found.name, aliases=tuple(known))
-    whole = others.alone or others.wait == 0 or bool(lora) or options.run.parallel == "tensor"
+    whole = others.single_device or others.wait == 0 or bool(lora) or options.run.parallel == "tensor"
     file = model if found is None else found.files[0]
     new = is_new(file, config)
     source = served_model(file, config, whole=whole, several=is_for_several(options, config))
@@ -378,10 +380,10 @@ def _check_for_one(called: typer.Context) -> None:
 
 
 def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
-    if others.alone and (others.wait or others.device):
-        raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
-    if run.use_all and others.alone:
-        raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
+    if others.single_device and (others.wait or others.device):
+        raise ConfigError("--single-device: contradicts --wait and --device; leave one of them out")
+    if run.use_all and others.single_device:
+        raise ConfigError("--use-all: contradicts --single-device and --windows; leave one of them out")
 
 
 def _warn(endpoint: EndpointOptions, asking: AskingOptions, config: Config) -> None:
@@ -416,7 +418,7 @@ def _serve_options(
         step_timeout_s=ring.step_timeout,
         http_host=endpoint.host,
         http_port=endpoint.port,
-        single_device=others.alone,
+        single_device=others.single_device,
         run=run_config(run, draft),
         draft=_draft_path(draft.draft, config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),

@@ -84,7 +84,9 @@ class HeadAdminApi:
 
     def _check_not_single_device(self) -> None:
         if self._single_device:
-            raise ClusterError(f"{self._node.config.name} serves with --alone; start it without to pair devices")
+            raise ClusterError(
+                f"{self._node.config.name} serves with --single-device; start it without to pair devices"
+            )
 
     async def trust(self, device: str, key: str) -> None:
         await asyncio.to_thread(self._node.trust.add, trusted_now(device, parse_key(key), BY_HAND))
@@ -93,7 +95,7 @@ class HeadAdminApi:
         await asyncio.to_thread(self._node.trust.revoke, parse_key(key))
 
     async def limit_device(self, device_limit: DeviceLimit) -> None:
-        labels = self._devices.labels  # empty on a head that serves with --alone
+        labels = self._devices.labels  # empty on a head that serves with --single-device
         known = {labels.get(each.key, each.device) for each in self._node.trust.entries()}
         if device_limit.device not in known or device_limit.device == self._node.config.name:
             raise ClusterError(f"{printable(device_limit.device, 70)}: not another device that is trusted here")

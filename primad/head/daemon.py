@@ -380,7 +380,9 @@ class HeadDaemon:
     async def _administer(self, request: AdminRequest) -> AdminReply:
         match request:
             case OpenPairing() | BringCode() if self._options.single_device:
-                return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
+                return Refusal(
+                    reason=f"{self._config.name} serves with --single-device; start it without to pair devices"
+                )
             case OpenPairing():
                 return await self._pairing.open()
             case BringCode(code=code, at=at):

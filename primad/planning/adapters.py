@@ -104,7 +104,7 @@ def check_adapters(adapters: Iterable[Adapter], *, several: bool) -> None:
     """Raise ``ConfigError`` for an adapter that needs the whole model on one device if there are ``several``."""
     line = whole_line(adapters)
     if line is not None and several:
-        raise ConfigError(f"{line}: give --alone, or leave it out")
+        raise ConfigError(f"{line}: give --single-device, or leave it out")
 
 
 def with_rope(profile: ModelProfile, header: Header | None, rope: Rope) -> ModelProfile:

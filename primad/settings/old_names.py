@@ -25,13 +25,14 @@ METRICS: Final[Mapping[str, str]] = {
     "primad_kv_replicated_bytes": "primad_kv_twice_bytes",
 }
 """The old name of each new one."""
-_NEW: Final = {old.encode(): new.encode() for new, old in KEYS.items()}
-_OLD_KEY: Final = re.compile(rb'"(%b)"(?=\s*:)' % b"|".join(_NEW))
+NEW_KEYS: Final = {old: new for new, old in KEYS.items()}
+"""The new key of each old one."""
+_OLD_KEY: Final = re.compile(rb'"(%b)"(?=\s*:)' % "|".join(NEW_KEYS).encode())
 
 
 def with_new_keys(data: bytes) -> bytes:
     """Return the JSON ``data`` with each old key replaced by the new one."""
-    return _OLD_KEY.sub(lambda found: b'"%b"' % _NEW[found[1]], data)
+    return _OLD_KEY.sub(lambda found: b'"%b"' % NEW_KEYS[found[1].decode()].encode(), data)
 
 
 def with_old_keys(content: Any) -> Any:

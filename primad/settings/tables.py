@@ -17,6 +17,7 @@ from typing import Any
 
 from primad.errors import ConfigError, printable
 from primad.settings.config import KEYS, ConfigFile
+from primad.settings.old_names import NEW_KEYS
 from primad.settings.quantities import did_you_mean
 
 
@@ -42,6 +43,7 @@ def option_table(name: str, known: Collection[str], stored: ConfigFile) -> Optio
     file, values = stored.path, stored.values.get(name, {})
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: '{name}' must be a table; write [{name}] above its options")
+    values = {new if (new := NEW_KEYS.get(key, "")) in known else key: value for key, value in values.items()}
     table = OptionTable(name=name, file=file, values=values)
     for key in values:
         if key in known:

@@ -131,7 +131,7 @@ def test_an_adapter_for_a_tensor_that_no_window_has_keeps_the_model_whole(tmp_pa
     assert profile.cut_multiple == len(profile.layers)
     check_adapters(adapters, several=False)
     assert f"--lora {file}: changes 'rope_freqs.weight'" in whole_line(adapters)
-    with pytest.raises(ConfigError, match="one device serves the model whole: give --alone"):
+    with pytest.raises(ConfigError, match="one device serves the model whole: give --single-device"):
         check_adapters(adapters, several=True)
 
 

@@ -30,6 +30,13 @@ def test_a_table_is_as_if_its_options_were_typed(tmp_path):
     assert load_config({"home": tmp_path}, {}).name == "desk"
 
 
+@pytest.mark.parametrize("content", ["[serve]\nsingle_device = true", "[serve]\nalone = true"])
+@pytest.mark.parametrize("words", [["--single-device"], ["--alone"]])
+def test_the_earlier_name_of_an_option_still_counts(content, words, tmp_path):
+    assert params(tmp_path, content)["single_device"] is True
+    assert params(tmp_path, "", *words)["single_device"] is True
+
+
 def test_each_command_reads_its_own_table(tmp_path):
     content = '[plan]\nmodel_shape = "llama3-8b"\n[serve]\ncontext = 8192\n'
     found = params(tmp_path, content, command="plan")

@@ -185,7 +185,7 @@ def head_here(
     before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
         profile_home(homes / name, words, every)
-    others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]
+    others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--single-device"]
     with ExitStack() as stack:
 
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:

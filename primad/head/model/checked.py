@@ -141,7 +141,7 @@ def check_shared(options: ServeOptions, header: Header, adapters: Sequence[Adapt
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
     adapted_ranks(ShareRules(header), 2, adapters)
     if options.single_device:
-        raise ConfigError("--parallel tensor: cannot be combined with --alone; leave one of them out")
+        raise ConfigError("--parallel tensor: cannot be combined with --single-device; leave one of them out")
 
 
 def as_it_can_be(
