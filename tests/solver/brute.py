@@ -1,9 +1,9 @@
 """Brute force over all plans of a small question: the answer that the integer program must give.
 
 Independent of the solver: it has its own sums of the costs in ``instance.py`` and enumerates all splits of layers. Its
-only bound: a way whose computing alone takes longer than the best plan found is skipped. Of two ways to hold the same
+only bound: a layout whose computing alone takes longer than the best plan found is skipped. Of two options for the same
 layers on a device, one that is worse in every respect is dropped, which loses nothing. Read-ahead is continuous: for
-each remaining way a small mixed-integer program finds the best. Each device has its own machine.
+each remaining layout a small mixed-integer program finds the best. Each device has its own machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Part:
     streamable: int
     cpu_s: tuple[float, float]
     rest_s: tuple[float, float]
-    laps: tuple[tuple[float, int], ...]
+    ring_passes: tuple[tuple[float, int], ...]
     """For each window the seconds of a chunk and the bytes of experts in RAM."""
 
 
@@ -93,7 +93,7 @@ class Option:
     """The share of the layers on the CPU in a stop with the tail and one window."""
     steps: tuple[tuple[float, int, int], ...]
     layers: int
-    laps: tuple[tuple[float, int], ...]
+    ring_passes: tuple[tuple[float, int], ...]
     """For each window and the tail, the computing seconds of a chunk and the bytes that may stream."""
 
     @property
@@ -113,7 +113,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Layout:
     """A plan without its read-ahead: members in ring order, rounds, cuts within a round and before the tail."""
 
     members: tuple[int, ...]
@@ -161,26 +161,26 @@ class Brute:
 
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None if nothing fits."""
-        found: tuple[float, Way, list[float]] | None = None
-        ways = [(self._floor(way), i, False, way) for i, way in enumerate(self._ways())]
-        heapify(ways)
-        while ways:
-            minimum, i, is_priced, way = heappop(ways)
+        found: tuple[float, Layout, list[float]] | None = None
+        layouts = [(self._floor(layout), i, False, layout) for i, layout in enumerate(self._layouts())]
+        heapify(layouts)
+        while layouts:
+            minimum, i, is_priced, layout = heappop(layouts)
             if math.isinf(minimum) or (found is not None and minimum >= found[0] * (1 - CLOSE)):
                 break
             if not is_priced:
-                heappush(ways, (self._bound(way), i, True, way))
+                heappush(layouts, (self._bound(layout), i, True, layout))
                 continue
-            answer = self._settled(way)
+            answer = self._settled(layout)
             if answer is not None and (found is None or answer[0] < found[0]):
-                found = (answer[0], way, answer[1])
+                found = (answer[0], layout, answer[1])
         return None if found is None else (found[0], self._plan(found[1], found[2]))
 
-    def _ways(self) -> Iterator[Way]:
+    def _layouts(self) -> Iterator[Layout]:
         total = len(self._instance.model.layers)
         maximum = total - self._instance.model.tail_layers
         for option in self._options(0, (), (0, total), 1):
-            yield Way((0,), 1, ((0, 0),), 0, (option,))
+            yield Layout((0,), 1, ((0, 0),), 0, (option,))
         for members in self._rings():
             for rounds in range(1, maximum // len(members) + 1):
                 for columns in range(len(members), maximum // rounds + 1):
@@ -192,8 +192,8 @@ class Brute:
             for order in permutations(others, count):
                 yield (0, *order)
 
-    def _ring(self, members: tuple[int, ...], rounds: int, columns: int) -> Iterator[Way]:
-        """All ways to give ``members`` the ``columns`` layers of a round; the head also has the tail."""
+    def _ring(self, members: tuple[int, ...], rounds: int, columns: int) -> Iterator[Layout]:
+        """All layouts that give ``members`` the ``columns`` layers of a round; the head also has the tail."""
         model = self._instance.model
         multiple, offset, total = model.cut_multiple, model.cut_offset, len(model.layers)
         for ends in self._ends(len(members), columns):
@@ -206,7 +206,7 @@ class Brute:
                 tail = (rounds * columns, total) if place == 0 else None
                 choices.append(self._options(member, ranges, tail, len(members)))
             for options in product(*choices):
-                yield Way(members, rounds, bounds, columns, options)
+                yield Layout(members, rounds, bounds, columns, options)
 
     @staticmethod
     def _ends(count: int, columns: int) -> Iterator[tuple[int, ...]]:
@@ -229,8 +229,8 @@ class Brute:
         if ranges and (ranges[0][0] or len(ranges) > 1):
             width -= kept
         tail_width -= kept if tail else 0
-        ways = [self._splits_of(m, ranges, width), self._splits_of(m, (tail,) if tail else (), tail_width)]
-        for of_window, of_tail in product(*ways):
+        splits = [self._splits_of(m, ranges, width), self._splits_of(m, (tail,) if tail else (), tail_width)]
+        for of_window, of_tail in product(*splits):
             outputs = (True,) if any(of_tail[0]) else (False, True) if tail and member.has_gpu else (False,)
             for output_on_gpu in outputs:
                 option = self._option(m, ranges, tail, ring, of_window, of_tail, output_on_gpu)
@@ -249,11 +249,11 @@ class Brute:
         return [
             (gpus, experts_on_cpu)
             for gpus in _splits(width, len(limits))
-            for experts_on_cpu in self._apart(sum(gpus))
+            for experts_on_cpu in self._experts_on_cpu(sum(gpus))
             if not ranges or all(map(le, self._windows(m, ranges, gpus, experts_on_cpu).vram, limits))
         ]
 
-    def _apart(self, on_gpu: int) -> range:
+    def _experts_on_cpu(self, on_gpu: int) -> range:
         """The possible numbers of layers on a GPU with experts on the CPU."""
         if not self._by_expert or self._instance.experts == "gpu":
             return range(1)
@@ -270,7 +270,7 @@ class Brute:
             found += [option.chunk.tail_s, -option.chunk.tail_s]
         found.append(-float(option.maximum) if option.streams else -math.inf)
         if self._by_expert and self._objective in ("ttft", "balanced"):
-            found += [figure for seconds, size in option.laps for figure in (seconds, size, -size)]
+            found += [figure for seconds, size in option.ring_passes for figure in (seconds, size, -size)]
         if not self._by_expert:
             found += [option.stop_share, -option.stop_share] if option.streams else [-math.inf, -math.inf]
             found.append(-float(option.layers) if option.streams else -math.inf)
@@ -299,11 +299,11 @@ class Brute:
         vrams, offloads = [], member.offloads_prefill
         for gpu, uses in enumerate(uses_gpus):
             vram = sum(part.vram[gpu] for part in parts) + (output if output_on_gpu and gpu == 0 else 0)
-            helps = offloads and gpu == member.offloading_gpu
-            if uses or helps:
+            is_offloading = offloads and gpu == member.offloading_gpu
+            if uses or is_offloading:
                 context = member.profile.gpus[gpu].context_bytes or cost.GPU_RUNTIME_BYTES
-                vram += context + windows * (self._buffer + (self._copied if helps else 0))
-            if helps and not output_on_gpu:
+                vram += context + windows * (self._buffer + (self._copied if is_offloading else 0))
+            if is_offloading and not output_on_gpu:
                 vram += max(0, output - self._copied)
             vrams.append(vram)
         if any(vram > limit for vram, limit in zip(vrams, member.vram_limits, strict=True)):
@@ -338,7 +338,7 @@ class Brute:
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
         stop_share = (tail_cpu + window) / max(1, on_cpu)
         steps = self._steps(m)
-        laps = tuple((seconds + steps_s[1], size) for part in parts for seconds, size in part.laps)
+        ring_passes = tuple((seconds + steps_s[1], size) for part in parts for seconds, size in part.ring_passes)
         return Option(
             *both,
             output_s,
@@ -356,11 +356,11 @@ class Brute:
             stop_share,
             steps,
             on_cpu,
-            laps,
+            ring_passes,
         )
 
     def _find_part(self, m: int, first: int, last: int, gpus: tuple[int, ...], experts_on_cpu: int) -> Part:
-        on_cpu, on_gpus, apart = _placed(first, last, gpus, experts_on_cpu)
+        on_cpu, on_gpus, expert_layers = _placed(first, last, gpus, experts_on_cpu)
         member, kinds = self._instance.members[m], self._instance.kind_of
         held, experts, count = self._held_bytes, self._experts, len(self._instance.kinds)
         seconds = []
@@ -368,21 +368,21 @@ class Brute:
             rest = 0.0
             for gpu, layers in enumerate(on_gpus):
                 rest += sum(phase.gpu[gpu * count + kinds[i]] for i in layers)
-                rest += sum(phase.experts_on_cpu[gpu * count + kinds[i]] for i in apart if i in layers)
+                rest += sum(phase.experts_on_cpu[gpu * count + kinds[i]] for i in expert_layers if i in layers)
             seconds.append((sum(phase.cpu[kinds[i]] for i in on_cpu), rest))
-        in_ram = sum(experts[i] for i in apart)
+        in_ram = sum(experts[i] for i in expert_layers)
         of_cpu = sum(experts[i] for i in on_cpu)
         return Part(
             cpu=len(on_cpu),
-            uses_cpu=bool(on_cpu or apart),
+            uses_cpu=bool(on_cpu or expert_layers),
             gpus=gpus,
-            vram=tuple(sum(held[i] - experts[i] * (i in apart) for i in layers) for layers in on_gpus),
+            vram=tuple(sum(held[i] - experts[i] * (i in expert_layers) for i in layers) for layers in on_gpus),
             ram=sum(held[i] for i in on_cpu) + in_ram + sum(self._checkpoints[first:last]),
             size=sum(self._sizes[first:last]),
             streamable=of_cpu + in_ram if self._by_expert else sum(self._sizes[i] for i in on_cpu),
             cpu_s=(seconds[0][0], seconds[1][0]),
             rest_s=(seconds[0][1], seconds[1][1]),
-            laps=((sum(seconds[1]), of_cpu + in_ram),),
+            ring_passes=((sum(seconds[1]), of_cpu + in_ram),),
         )
 
     def _find_windows(
@@ -400,7 +400,7 @@ class Brute:
             streamable=sum(part.streamable for part in parts),
             cpu_s=(sum(part.cpu_s[0] for part in parts), sum(part.cpu_s[1] for part in parts)),
             rest_s=(sum(part.rest_s[0] for part in parts), sum(part.rest_s[1] for part in parts)),
-            laps=tuple(lap for part in parts for lap in part.laps),
+            ring_passes=tuple(ring_pass for part in parts for ring_pass in part.ring_passes),
         )
 
     def _find_steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
@@ -420,9 +420,9 @@ class Brute:
         hops = chunk_hops = link = chunk_link = air = chunk_air = 0.0
         rows = instance.members[0].prefill.rows
         for a, b in zip(members, (*members[1:], members[0]), strict=True):
-            way = instance.link(a, b)
-            one = instance.model.hop_values * 4 / way.bytes_per_s
-            late = way.round_trip_s / 2 + 0.185 * way.late_s
+            measured = instance.link(a, b)
+            one = instance.model.hop_values * 4 / measured.bytes_per_s
+            late = measured.round_trip_s / 2 + 0.185 * measured.late_s
             hops += rounds * (late + one)
             chunk_hops += rounds * (late + rows * one)
             ends = instance.devices[a], instance.devices[b]
@@ -461,27 +461,27 @@ class Brute:
             both += [window, read / option.disk]
         return Held(read_ahead, *both)
 
-    def _floor(self, way: Way) -> float:
+    def _floor(self, layout: Layout) -> float:
         """A quick lower bound: all windows and hops one after the other."""
-        hops = self._hops(way.members, way.rounds)
+        hops = self._hops(layout.members, layout.rounds)
         token_s, first_s = hops.one, hops.chunk
-        for option in way.options:
-            costs = self._costs(option, way.rounds, way.rounds == 1)
+        for option in layout.options:
+            costs = self._costs(option, layout.rounds, layout.rounds == 1)
             if costs is None:
                 return math.inf
             token_s += costs.decode_s
             first_s += costs.chunk_s + option.output_s
         return self._value(token_s, first_s, token_s / self._instance.workload.sequences) * (1 - CLOSE)
 
-    def _bound(self, way: Way) -> float:
-        return self._priced(way, waits=way.rounds == 1)
+    def _bound(self, layout: Layout) -> float:
+        return self._priced(layout, waits=layout.rounds == 1)
 
-    def _priced(self, way: Way, *, waits: bool) -> float:
-        """The objective of ``way`` with minimum read-ahead; without ``waits`` a lower bound for any read-ahead."""
-        hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
+    def _priced(self, layout: Layout, *, waits: bool) -> float:
+        """The objective of ``layout`` with minimum read-ahead; without ``waits`` a lower bound for any read-ahead."""
+        hops, k, n = self._hops(layout.members, layout.rounds), layout.rounds, self._instance.chunks
         token_s, read_s, busy_s = hops.one, 0.0, hops.link
-        tail, windows, trains, reading = way.options[0].chunk.tail_s, [], [], 0.0
-        for i, option in enumerate(way.options):
+        tail, windows, trains, reading = layout.options[0].chunk.tail_s, [], [], 0.0
+        for i, option in enumerate(layout.options):
             costs = self._costs(option, k, waits)
             if costs is None:
                 return math.inf
@@ -497,23 +497,23 @@ class Brute:
                     late = n * option.chunk.rest_s / k + n * read / k - read_ahead / option.disk
                     trains.append((late, stop))
         once = sum(windows) + hops.chunk
-        lap = (once - tail) / k
-        laps = max(lap, n * hops.chunk_link / k, *(train for train, _ in trains))
+        ring_pass = (once - tail) / k
+        round_time = max(ring_pass, n * hops.chunk_link / k, *(train for train, _ in trains))
         last = max((n - 1) * max(tail, hops.chunk_link / k), *(train - stop for train, stop in trains))
-        first = max((k - 1) * laps + lap + tail + last, n * windows[0], reading)
-        if self._by_expert and len(way.members) > 1:
-            first = self._picked_s(way, n)
+        first = max((k - 1) * round_time + ring_pass + tail + last, n * windows[0], reading)
+        if self._by_expert and len(layout.members) > 1:
+            first = self._picked_s(layout, n)
         token_s = max(token_s, read_s)
         period = max(token_s / self._instance.workload.sequences, busy_s, read_s)
-        return self._value(token_s, first + sum(option.output_s for option in way.options), period)
+        return self._value(token_s, first + sum(option.output_s for option in layout.options), period)
 
-    def _picked_s(self, way: Way, n: int) -> float:
+    def _picked_s(self, layout: Layout, n: int) -> float:
         """The time until all ``n`` chunks are through if nothing is read ahead; each device has its own machine.
 
         A device begins a round when the first chunk has arrived and its previous round is done. From then on chunks are
         spaced by the slowest stop or link, or by all hops that share the air.
         """
-        instance, members = self._instance, way.members
+        instance, members = self._instance, layout.members
         rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
         links = [instance.link(a, b) for a, b in zip(members, ends, strict=True)]
         sends = [rows * instance.model.hop_values * 4 / link.bytes_per_s for link in links]
@@ -524,18 +524,18 @@ class Brute:
         air = sum(send for send, is_in in zip(sends, wireless, strict=True) if is_in)
         sends = [air if is_in else send for send, is_in in zip(sends, wireless, strict=True)]
         stops = []
-        for option in way.options:
+        for option in layout.options:
             streamed = option.over + self._reserve if option.streams else 0
             a_byte = option.chunk.read(streamed, option.maximum) / max(1, option.maximum) / option.disk
-            stops.append([seconds + size * a_byte for seconds, size in option.laps])
+            stops.append([seconds + size * a_byte for seconds, size in option.ring_passes])
         free, sent, first, last = [0.0] * len(members), [0.0] * len(members), 0.0, 0.0
-        for at in range(way.rounds * len(members) + 1):
+        for at in range(layout.rounds * len(members) + 1):
             r, i = divmod(at, len(members))
             stop = stops[i][r]
             first = max(first, free[i]) + stop
             last = max(last + stop, first + (n - 1) * stop)
             free[i] = last
-            if r < way.rounds:
+            if r < layout.rounds:
                 first = max(first, sent[i])
                 last = max(last, first + (n - 1) * sends[i])
                 sent[i] = last + sends[i]
@@ -553,31 +553,33 @@ class Brute:
             case "balanced":
                 return first + self._instance.workload.answer_tokens * token
 
-    def _settled(self, way: Way) -> tuple[float, list[float]] | None:
-        """The objective of ``way`` with the best read-ahead, in bytes per device; None if nothing fits."""
-        no_prompt = way.rounds == 1 and self._objective in ("latency", "throughput")
-        if no_prompt or self._by_expert or not any(option.streams for option in way.options):
+    def _settled(self, layout: Layout) -> tuple[float, list[float]] | None:
+        """The objective of ``layout`` with the best read-ahead, in bytes per device; None if nothing fits."""
+        no_prompt = layout.rounds == 1 and self._objective in ("latency", "throughput")
+        if no_prompt or self._by_expert or not any(option.streams for option in layout.options):
             # Read-ahead saves nothing here, so the minimum is best.
-            return self._priced(way, waits=True), [float(self._min_read_ahead(option) or 0) for option in way.options]
+            return self._priced(layout, waits=True), [
+                float(self._min_read_ahead(option) or 0) for option in layout.options
+            ]
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)
-        hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
-        names = ("token", "first", "period", "laps", "last")
-        token, first, period, laps, last = (problem.add_variable(name, 0) for name in names)
-        held = [self._held(problem, i, option) for i, option in enumerate(way.options)]
-        ms = [UNIT / option.disk * MS for option in way.options]
-        slows = [option.slows * UNIT * MS for option in way.options]
+        hops, k, n = self._hops(layout.members, layout.rounds), layout.rounds, self._instance.chunks
+        names = ("token", "first", "period", "round", "last")
+        token, first, period, round_time, last = (problem.add_variable(name, 0) for name in names)
+        held = [self._held(problem, i, option) for i, option in enumerate(layout.options)]
+        ms = [UNIT / option.disk * MS for option in layout.options]
+        slows = [option.slows * UNIT * MS for option in layout.options]
         decode = [
             problem.add_variable("decode_0", 0)
             if i == 0 and k > 1
             else self._waits(problem, f"decode_{i}", option.decode, k, held[i], ms[i], slows[i])
-            for i, option in enumerate(way.options)
+            for i, option in enumerate(layout.options)
         ]
         # Of the head without its tail, which is separate: for a single chunk, and for one in a train of chunks.
         chunk, busy = (
-            [problem.add_variable(f"{name}_{i}", 0) for i in range(len(way.options))] for name in ("chunk", "busy")
+            [problem.add_variable(f"{name}_{i}", 0) for i in range(len(layout.options))] for name in ("chunk", "busy")
         )
-        link, tail, busy_tail = hops.chunk_link * MS, *[way.options[0].chunk.tail_s * MS] * 2
-        for i, option in enumerate(way.options):
+        link, tail, busy_tail = hops.chunk_link * MS, *[layout.options[0].chunk.tail_s * MS] * 2
+        for i, option in enumerate(layout.options):
             of_windows, *of_tail = self._chunk_stops(option, k, i == 0)
             pairs = [(chunk[i], busy[i], of_windows)]
             if of_tail and held[i] is not None:
@@ -585,13 +587,13 @@ class Brute:
                 pairs.append((tail, busy_tail, *of_tail))
             for each, following, part in pairs:
                 self._chunk_waits(problem, each, following, option, part, held[i], n, ms[i], slows[i])
-        lap = (pulp.lpSum(chunk) + hops.chunk * MS) * (1 / k)
-        once = k * lap + tail
+        ring_pass = (pulp.lpSum(chunk) + hops.chunk * MS) * (1 / k)
+        once = k * ring_pass + tail
         if k > 1:
-            short = self._head_stops(problem, way.options[0], k, held[0], ms[0], slows[0], decode[0])
+            short = self._head_stops(problem, layout.options[0], k, held[0], ms[0], slows[0], decode[0])
         passing = pulp.lpSum(decode) + hops.one * MS
         problem += token >= passing
-        for i, option in enumerate(way.options):
+        for i, option in enumerate(layout.options):
             if i and k > 1 and held[i] is not None:
                 # Reading of missing bytes overlaps with k - 1 rounds without the tail and with this device's stop.
                 read = held[i][0] - option.decode.spare / UNIT - held[i][1]
@@ -599,16 +601,16 @@ class Brute:
                 problem += token - passing >= read * ms[i] - (k - 1) * rounds - decode[i] * (1 / k)
         problem += period * self._instance.workload.sequences >= token
         problem += period >= hops.link * MS
-        problem += laps >= lap
-        problem += laps >= n * link / k
+        problem += round_time >= ring_pass
+        problem += round_time >= n * link / k
         problem += last >= (n - 1) * busy_tail
         problem += last >= (n - 1) * link / k
         problem += first >= once
         problem += first >= n * (busy[0] + busy_tail)
-        problem += first >= (k - 1) * laps + lap + tail + last
-        for i, option in enumerate(way.options):
+        problem += first >= (k - 1) * round_time + ring_pass + tail + last
+        for i, option in enumerate(layout.options):
             stop, train = chunk[i] * (1 / k), busy[i] * (n / k)
-            problem += laps >= train
+            problem += round_time >= train
             problem += last >= train - stop
             problem += period >= decode[i]
             if held[i] is None:
@@ -620,13 +622,13 @@ class Brute:
             problem += first >= n * read - read_ahead * ms[i]
             if i:
                 train = read * (n / k) - read_ahead * ms[i] + n * option.chunk.rest_s * MS / k
-                problem += laps >= train
+                problem += round_time >= train
                 problem += last >= train - stop
-            around = lap - stop + tail if i else 0
+            around = ring_pass - stop + tail if i else 0
             problem += first >= around + option.chunk.edge_s * MS + n * read - read_ahead * ms[i]
             within = 2 * n * read - (n * option.layers + 1) * exact * ms[i] - 1e7 * is_wide
             problem += first >= around + n * option.chunk.layers_s * MS + within
-        output = sum(option.output_s for option in way.options) * MS
+        output = sum(option.output_s for option in layout.options) * MS
         problem += self._value(token, first + output, period)
         tight = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
         problem.solve(pulp.HiGHS(msg=False, gapRel=1e-10, gapAbs=1e-9, threads=1, **tight))
@@ -732,34 +734,36 @@ class Brute:
         read_ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
         streamed = read_ahead + (option.over + self._reserve) / UNIT
         # For each step: the read-ahead that it needs, or that a later one needs, or at least two parts.
-        ways = [
+        choices = [
             (share, other, other is None and wide)
             for j, (share, minimum, wide) in enumerate(option.steps)
             for other in (*(needed for _, needed, _ in option.steps[j:]), None)
         ]
-        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(ways))]
+        picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(choices))]
         problem += pulp.lpSum(picked) == 1
         minimum = pulp.lpSum(
-            z * ((wide if a is None else a) / UNIT) for z, (_, a, wide) in zip(picked, ways, strict=True)
+            z * ((wide if a is None else a) / UNIT) for z, (_, a, wide) in zip(picked, choices, strict=True)
         )
-        is_wide = pulp.lpSum(z for z, (_, a, _) in zip(picked, ways, strict=True) if a is None)
+        is_wide = pulp.lpSum(z for z, (_, a, _) in zip(picked, choices, strict=True) if a is None)
         problem += read_ahead >= minimum
         problem += read_ahead <= minimum + 1e6 * is_wide
-        maximum = pulp.lpSum(z * (share * option.maximum / UNIT) for z, (share, _, _) in zip(picked, ways, strict=True))
+        maximum = pulp.lpSum(
+            z * (share * option.maximum / UNIT) for z, (share, _, _) in zip(picked, choices, strict=True)
+        )
         problem += streamed <= maximum
         problem += streamed <= (option.maximum - option.pool) / UNIT
         if self._by_expert:
             problem += read_ahead == 0
         problem += in_decode >= streamed - option.decode.spare / UNIT
-        exact = pulp.lpSum(z * (a / UNIT) for z, (_, a, _) in zip(picked, ways, strict=True) if a is not None)
+        exact = pulp.lpSum(z * (a / UNIT) for z, (_, a, _) in zip(picked, choices, strict=True) if a is not None)
         return streamed, read_ahead, in_decode, exact, is_wide
 
-    def _plan(self, way: Way, held: Sequence[float]) -> Plan:
-        names = [self._instance.devices[m].device for m in way.members]
-        total, first, route = len(self._instance.model.layers), way.rounds * way.columns, []
-        for r in range(way.rounds if len(names) > 1 else 0):
-            for name, (a, b), option in zip(names, way.bounds, way.options, strict=True):
-                at = r * way.columns
+    def _plan(self, layout: Layout, held: Sequence[float]) -> Plan:
+        names = [self._instance.devices[m].device for m in layout.members]
+        total, first, route = len(self._instance.model.layers), layout.rounds * layout.columns, []
+        for r in range(layout.rounds if len(names) > 1 else 0):
+            for name, (a, b), option in zip(names, layout.bounds, layout.options, strict=True):
+                at = r * layout.columns
                 route.append(
                     Window(device=name, first=at + a, last=at + b, **_on_gpus(option.gpu, option.experts_on_cpu))
                 )
@@ -768,7 +772,7 @@ class Brute:
                 device=names[0],
                 first=first,
                 last=total,
-                **_on_gpus(way.options[0].tail_gpu, way.options[0].tail_experts_on_cpu),
+                **_on_gpus(layout.options[0].tail_gpu, layout.options[0].tail_experts_on_cpu),
             )
         )
         streaming = tuple(
@@ -777,13 +781,13 @@ class Brute:
                 streamed_bytes=option.over + self._reserve + round(read_ahead),
                 read_ahead_bytes=round(read_ahead),
             )
-            for name, option, read_ahead in zip(names, way.options, held, strict=True)
+            for name, option, read_ahead in zip(names, layout.options, held, strict=True)
             if option.streams
         )
         plan = Plan(
-            rounds=way.rounds,
+            rounds=layout.rounds,
             route=tuple(route),
-            output_on_gpu=way.options[0].output_on_gpu,
+            output_on_gpu=layout.options[0].output_on_gpu,
             streaming=streaming,
             left_out=(),
         )

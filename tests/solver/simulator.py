@@ -98,7 +98,7 @@ def _use(device: str, before: Tally, after: Tally, tokens: int) -> DeviceUse:
 def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
     """The route as stops; in decode the tail window and the next token's first windows are one stop."""
     members = {member.name: member for member in instance.members}
-    stations = {name: i for i, name in enumerate(plan.devices)}
+    nodes = {name: i for i, name in enumerate(plan.devices)}
     uses_gpu = {
         (window.device, gpu) for window in plan.route for gpu, layers in enumerate(window.on_each_gpu) if len(layers)
     }
@@ -117,10 +117,10 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
             tail_s = output_s if last and decode else 0.0
             pieces.extend(_pieces(window, plan, instance, phase, cpu_step_s, gpu_step_s + tail_s))
             pieces[-1] = replace(pieces[-1], ends=last)
-        stops.append(Visit(stations[device], tuple(pieces), 0))
+        stops.append(Visit(nodes[device], tuple(pieces), 0))
     if decode and len(stops) > 1:
         tail, first = stops.pop(), stops[0]
-        stops[0] = Visit(first.station, tail.pieces + first.pieces, len(tail.pieces))
+        stops[0] = Visit(first.node, tail.pieces + first.pieces, len(tail.pieces))
     return stops
 
 

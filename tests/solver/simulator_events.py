@@ -44,9 +44,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One visit at node ``station``. A step enters the ring at piece ``entry`` of the first stop."""
+    """One visit at node ``node``. A step enters the ring at piece ``entry`` of the first stop."""
 
-    station: int
+    node: int
     pieces: tuple[Segment, ...]
     entry: int
 
@@ -176,29 +176,29 @@ class SimulatedRing:
         self._count = 0
         self._air_free_s = 0.0
         hosts = {fixture.host: (_Turns(self), _Turns(self)) for fixture in fixtures}
-        self._stations = [
+        self._nodes = [
             _Ground(
                 fixture,
                 *hosts[fixture.host],
-                reads=_order_of_use([stop for stop in stops if stop.station == i], sequences, cyclic=cyclic),
+                reads=_order_of_use([stop for stop in stops if stop.node == i], sequences, cyclic=cyclic),
                 free_bytes=fixture.read_ahead_bytes,
             )
             for i, fixture in enumerate(fixtures)
         ]
         self._entering = sequences
-        self._stations[stops[0].station].arrived.extend((sequence, 0) for sequence in range(sequences))
+        self._nodes[stops[0].node].arrived.extend((sequence, 0) for sequence in range(sequences))
 
     @property
     def tallies(self) -> list[Tally]:
         """The sums of every node so far."""
-        return [replace(station.tally) for station in self._stations]
+        return [replace(node.tally) for node in self._nodes]
 
     def run(self, more: Callable[[], bool]) -> None:
         """Process events as long as there are any and ``more()`` is true."""
-        for station in self._stations:
-            self._resume(self._read(station, self._filled))
-        for station in self._stations:
-            self._resume(self._compute(station))
+        for node in self._nodes:
+            self._resume(self._read(node, self._filled))
+        for node in self._nodes:
+            self._resume(self._compute(node))
         while self._events and more():
             self.now, _, happen = heappop(self._events)
             happen()
@@ -215,13 +215,13 @@ class SimulatedRing:
     def _for(self, seconds: float) -> Callable[[Resume], None]:
         return lambda resume: self._at(self.now + seconds, resume)
 
-    def _compute(self, station: _Ground) -> Process:
+    def _compute(self, node: _Ground) -> Process:
         """Serve arrivals, piece by piece."""
-        tally = station.tally
+        tally = node.tally
         while True:
-            while not station.arrived:
-                yield station.arrival.wait
-            sequence, stop = station.arrived.popleft()
+            while not node.arrived:
+                yield node.arrival.wait
+            sequence, stop = node.arrived.popleft()
             entry = 0
             if self._entering and stop == 0:  # entering steps are the first to be served at the first stop
                 self._entering -= 1
@@ -229,68 +229,68 @@ class SimulatedRing:
             for piece in self._stops[stop].pieces[entry:]:
                 since = self.now
                 if piece.picked_bytes:
-                    yield from self._occupy_disk(station, piece.picked_bytes)
-                while piece.read_ahead_bytes and not station.read:
-                    yield station.layer.wait
+                    yield from self._occupy_disk(node, piece.picked_bytes)
+                while piece.read_ahead_bytes and not node.read:
+                    yield node.layer.wait
                 tally.stall_s += self.now - since
-                yield station.processor.take
-                since, read_s = self.now, station.disk.busy_s
+                yield node.processor.take
+                since, read_s = self.now, node.disk.busy_s
                 slowed_s = piece.seconds
                 while slowed_s > _NOTHING_S:
                     yield self._for(slowed_s)
-                    before_s, read_s = read_s, station.disk.busy_s
-                    slowed_s = (read_s - before_s) * station.fixture.slowed_share
+                    before_s, read_s = read_s, node.disk.busy_s
+                    slowed_s = (read_s - before_s) * node.fixture.slowed_share
                 tally.compute_s += self.now - since
                 tally.layers += len(piece.layers)
-                station.processor.leave()
+                node.processor.leave()
                 if piece.read_ahead_bytes:
-                    assert station.read.popleft() == piece.layers[0], "layers are read in the order of use"
-                    station.free_bytes += piece.read_ahead_bytes
-                    station.room.ring()
+                    assert node.read.popleft() == piece.layers[0], "layers are read in the order of use"
+                    node.free_bytes += piece.read_ahead_bytes
+                    node.room.ring()
                 if piece.ends:
                     self._through(sequence)
-            self._send(station, sequence, stop + 1)
+            self._send(node, sequence, stop + 1)
 
-    def _read(self, station: _Ground, is_there: bool) -> Process:
+    def _read(self, node: _Ground, is_there: bool) -> Process:
         """Read in the order of use whatever fits; data present from the start takes no time."""
-        for layer, missing in station.reads:
+        for layer, missing in node.reads:
             while missing > 0:
-                size = min(missing, station.free_bytes)
-                if size < min(missing, _MIN_SHARE * station.fixture.read_ahead_bytes):
+                size = min(missing, node.free_bytes)
+                if size < min(missing, _MIN_SHARE * node.fixture.read_ahead_bytes):
                     is_there = False
-                    yield station.room.wait
+                    yield node.room.wait
                     continue
-                station.free_bytes -= size
+                node.free_bytes -= size
                 missing -= size
                 if is_there:
-                    station.tally.disk_bytes += size
+                    node.tally.disk_bytes += size
                 else:
-                    yield from self._occupy_disk(station, size)
-            station.read.append(layer)
-            station.layer.ring()
+                    yield from self._occupy_disk(node, size)
+            node.read.append(layer)
+            node.layer.ring()
 
-    def _occupy_disk(self, station: _Ground, size: float) -> Process:
-        yield station.disk.take
-        seconds = size / station.fixture.disk_bytes_per_s
+    def _occupy_disk(self, node: _Ground, size: float) -> Process:
+        yield node.disk.take
+        seconds = size / node.fixture.disk_bytes_per_s
         yield self._for(seconds)
-        station.tally.disk_s += seconds
-        station.tally.disk_bytes += size
-        station.disk.leave()
+        node.tally.disk_s += seconds
+        node.tally.disk_bytes += size
+        node.disk.leave()
 
-    def _send(self, station: _Ground, sequence: int, stop: int) -> None:
+    def _send(self, node: _Ground, sequence: int, stop: int) -> None:
         """Send the hidden state on; on a single-device ring the next step waits its turn."""
         if stop == len(self._stops) and not self._cyclic:
             return
         stop %= len(self._stops)
-        target = self._stations[self._stops[stop].station]
-        if target is station:
-            station.arrived.append((sequence, stop))
+        target = self._nodes[self._stops[stop].node]
+        if target is node:
+            node.arrived.append((sequence, stop))
             return
-        fixture, tally = station.fixture, station.tally
-        sent_s = max(self.now, self._air_free_s if fixture.in_air else station.link_free_s) + fixture.transfer_s
+        fixture, tally = node.fixture, node.tally
+        sent_s = max(self.now, self._air_free_s if fixture.in_air else node.link_free_s) + fixture.transfer_s
         if fixture.in_air:
             self._air_free_s = sent_s
-        station.link_free_s = sent_s
+        node.link_free_s = sent_s
         tally.link_s += fixture.transfer_s
         tally.hop_s += sent_s + fixture.delay_s - self.now
 

@@ -155,10 +155,10 @@ def test_devices_bound_to_different_cores_of_one_machine_count_as_two():
     whole = [device(name, host="desk") for name in "ab"]
     bound = [replace(each, cores=(number,)) for number, each in enumerate(whole)]
     links = [link("a", "b"), link("b", "a")]
-    shared, apart = (instance(devices, links, model(), WORK, {}) for devices in (whole, bound))
+    shared, separate = (instance(devices, links, model(), WORK, {}) for devices in (whole, bound))
     assert shared.processors == ((0, 1),)
-    assert apart.processors == ((0,), (1,))
-    assert shared.hosts == apart.hosts == ((0, 1),)
+    assert separate.processors == ((0,), (1,))
+    assert shared.hosts == separate.hosts == ((0, 1),)
     half = Plan(
         rounds=1,
         route=tuple(
@@ -169,7 +169,7 @@ def test_devices_bound_to_different_cores_of_one_machine_count_as_two():
         streaming=(),
         left_out=(),
     )
-    together, each = (under_load(half, asked, sequences=4, max_rows=1).tokens_per_s for asked in (shared, apart))
+    together, each = (under_load(half, asked, sequences=4, max_rows=1).tokens_per_s for asked in (shared, separate))
     assert each > 1.7 * together
     overlapping = replace(bound[1], cores=(0, 1))
     assert instance([bound[0], overlapping], links, model(), WORK, {}).processors == ((0, 1),)

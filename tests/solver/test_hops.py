@@ -121,7 +121,7 @@ def test_each_direction_counts_with_its_own_rate():
     assert ring_order(asked, (0, 1, 2)).chunk_hops_s != ring_order(asked, (0, 2, 1)).chunk_hops_s
 
 
-def one_lap() -> Plan:
+def one_pass() -> Plan:
     """Twelve layers around a ring of three."""
     bounds = (("d0", 0, 3), ("d1", 3, 7), ("d2", 7, 11), ("d0", 11, 12))
     route = tuple(Window(device=name, first=first, last=last, gpu_layers=0) for name, first, last in bounds)
@@ -131,7 +131,7 @@ def one_lap() -> Plan:
 @pytest.mark.parametrize("in_air", [(), ("d0",), ("d0", "d1", "d2")], ids=len)
 def test_chunks_and_tokens_of_several_pass_as_often_as_the_busiest_medium_lets_them(in_air):
     asked = wireless(asymmetric(), *in_air)
-    plan = one_lap()
+    plan = one_pass()
     predicted = evaluate(plan, asked)
     occupied_s = asked.occupied_s((0, 1, 2))
     assert predicted.period_s == pytest.approx(max(occupied_s, predicted.tpot_s / WORK.sequences), rel=0.05)

@@ -79,6 +79,6 @@ def test_the_papers_plan_is_legal_and_its_formula_agrees_where_all_fits(name: st
 def test_the_page_has_the_tables_as_they_come_out() -> None:
     page = paper.PAGE.read_text(encoding="utf-8")
     of_the_paper = paper.tables([row(name) for name in MODELS])["paper"]
-    assert of_the_paper in page, "make the tables anew: tools/docs paper"
+    assert of_the_paper in page, "rewrite the tables: tools/docs paper"
     for name in MODELS:
         assert f"| {name} | {paper.ms(row(name).published_s)} " in page

@@ -79,11 +79,11 @@ def test_a_token_and_a_short_prompt_are_the_processors():
 @pytest.mark.parametrize("unified", [False, True])
 def test_copies_and_buffers_take_vram(unified):
     question = asked(desk(unified=unified))
-    found, prefill_offload = (evaluate(plan, question).devices[0] for plan in (alone(), alone().with_offload(["desk"])))
+    found, offloaded = (evaluate(plan, question).devices[0] for plan in (alone(), alone().with_offload(["desk"])))
     # The output matrix is larger than half of a layer.
     assert found.vram_bytes == 0
-    assert prefill_offload.vram_bytes == GPU_RUNTIME_BYTES + question.buffer_bytes + MODEL.output_bytes
-    assert prefill_offload.ram_bytes - found.ram_bytes == (prefill_offload.vram_bytes if unified else 0)
+    assert offloaded.vram_bytes == GPU_RUNTIME_BYTES + question.buffer_bytes + MODEL.output_bytes
+    assert offloaded.ram_bytes - found.ram_bytes == (offloaded.vram_bytes if unified else 0)
     in_part, more = (evaluate(plan, question).devices[0] for plan in (alone(gpu_layers=2),) * 2)
     more = evaluate(alone(gpu_layers=2).with_offload(["desk"]), question).devices[0]
     assert more.vram_bytes - in_part.vram_bytes == COPIED_SHARE * 100 * MB
@@ -162,8 +162,8 @@ def test_extra_buffers_are_given_up_only_where_the_whole_is_faster():
 
 def test_prefill_offload_moves_layers_where_ttft_counts():
     """Without offload two CPUs process a prompt faster than one; with offload one device is faster."""
-    lap = replace(planning.device("lap"), wireless=True)
-    question = asked(desk(times=20.0), lap)
+    laptop = replace(planning.device("lap"), wireless=True)
+    question = asked(desk(times=20.0), laptop)
     before, after = (solved(question, "ttft", offloads=offloads) for offloads in (False, True))
     assert before.plan.devices == ("desk", "lap")
     assert (after.plan.devices, after.plan.prefill_offload) == (("desk",), ("desk",))
@@ -180,7 +180,7 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
     objective = rng.choice((objective, "ttft", "balanced"))
     besides = question.gpu_runtime_bytes(2, offloads=True) + question.output_copy_bytes
 
-    def prefill_offload(device: DeviceProfile) -> DeviceProfile:
+    def with_offload_speeds(device: DeviceProfile) -> DeviceProfile:
         device = offloading(device, times=rng.uniform(1, 16))
         assert device.gpu is not None
         vram = besides + int(rng.uniform(0, 2) * question.model.largest_layer_bytes)
@@ -190,14 +190,14 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
             gpu=replace(device.gpu, vram_total_bytes=2 * vram, vram_available_bytes=vram),
         )
 
-    devices = tuple(device if device.gpu is None else prefill_offload(device) for device in question.devices)
+    devices = tuple(device if device.gpu is None else with_offload_speeds(device) for device in question.devices)
     question = replace(question, devices=devices)
     return question, objective, able_to_offload(question)
 
 
 def test_no_plan_with_prefill_offload_is_better_on_small_fleets():
     """With none, all or one of the able devices offloading, no plan is better than the answer."""
-    found = prefill_offload = 0
+    found = offloaded = 0
     for seed in range(400, 420):
         question, objective, able = with_helpers(seed)
         if not able or len(question.devices) > 3:
@@ -220,9 +220,9 @@ def test_no_plan_with_prefill_offload_is_better_on_small_fleets():
         assert answer.prediction == evaluate(answer.plan, question.with_rows(answer.prediction.chunk_rows))
         assert answer.objective_s <= (min(values) if objective in ("ttft", "balanced") else values[0]) * (1 + CLOSE)
         assert set(answer.plan.prefill_offload) <= able
-        found, prefill_offload = found + 1, prefill_offload + bool(answer.plan.prefill_offload)
+        found, offloaded = found + 1, offloaded + bool(answer.plan.prefill_offload)
     assert found > 5
-    assert prefill_offload > 2
+    assert offloaded > 2
 
 
 def test_the_simulator_agrees():

@@ -9,12 +9,12 @@ import pytest
 from halda.ring_passes import Hop, Stop, all_chunks
 
 
-def in_turn(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
+def in_turn(rounds_s: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
     """The time when the last chunk leaves the tail: each device and link serves chunks one by one, round by round."""
     free, sent = [0.0] * len(hops), [0.0] * len(hops)
     come = [0.0] * chunks
-    for lap in laps:
-        for i, (stop, (takes, occupied)) in enumerate(zip(lap, hops, strict=True)):
+    for round_s in rounds_s:
+        for i, (stop, (takes, occupied)) in enumerate(zip(round_s, hops, strict=True)):
             for c in range(chunks):
                 free[i] = max(free[i], come[c]) + stop
                 begin = max(free[i], sent[i])
@@ -25,8 +25,8 @@ def in_turn(laps: list[list[float]], hops: list[tuple[float, float]], tail: floa
     return free[0]
 
 
-def of(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
-    stops = [[Stop(stop, stop) for stop in lap] for lap in laps]
+def of(rounds_s: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:
+    stops = [[Stop(stop, stop) for stop in round_s] for round_s in rounds_s]
     found: float = all_chunks(stops, [Hop(*hop) for hop in hops], tail, chunks, max)
     return found
 
@@ -41,9 +41,9 @@ def random_hops(rng: random.Random, devices: int) -> list[tuple[float, float]]:
 def test_the_time_of_all_chunks_follows_from_the_first_and_the_last(seed):
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
-    laps = [[rng.choice([0.1, 1, 1, 2, 5]) * rng.random() for _ in range(devices)] for _ in range(rounds)]
+    rounds_s = [[rng.choice([0.1, 1, 1, 2, 5]) * rng.random() for _ in range(devices)] for _ in range(rounds)]
     hops, tail = random_hops(rng, devices), rng.random() * rng.choice([0.1, 1, 5])
-    assert of(laps, hops, tail, chunks) == pytest.approx(in_turn(laps, hops, tail, chunks))
+    assert of(rounds_s, hops, tail, chunks) == pytest.approx(in_turn(rounds_s, hops, tail, chunks))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -51,9 +51,12 @@ def test_equal_rounds_each_take_as_long_as_their_slowest_part(seed):
     """Equal rounds have a closed form, which programs use that do not know each window's layers."""
     rng = random.Random(seed)
     devices, rounds, chunks = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 9)
-    lap, tail = [rng.random() * rng.choice([0.1, 1, 5]) for _ in range(devices)], rng.random() * rng.choice([0.1, 1, 5])
+    round_s, tail = (
+        [rng.random() * rng.choice([0.1, 1, 5]) for _ in range(devices)],
+        rng.random() * rng.choice([0.1, 1, 5]),
+    )
     hops = random_hops(rng, devices)
-    once, slowest = sum(lap) + sum(takes for takes, _ in hops), max(*lap, *(link for _, link in hops))
+    once, slowest = sum(round_s) + sum(takes for takes, _ in hops), max(*round_s, *(link for _, link in hops))
     expected = (rounds - 1) * max(once, chunks * slowest) + once + tail + (chunks - 1) * max(slowest, tail)
-    head = chunks * (rounds * lap[0] + tail)
-    assert of([lap] * rounds, hops, tail, chunks) == pytest.approx(max(expected, head))
+    head = chunks * (rounds * round_s[0] + tail)
+    assert of([round_s] * rounds, hops, tail, chunks) == pytest.approx(max(expected, head))

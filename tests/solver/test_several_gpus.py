@@ -119,8 +119,8 @@ def test_each_gpu_pays_for_its_driver_its_step_and_the_transfer_to_the_next():
     besides = gpus[0].vram_bytes - 5 * layer - question.model.output_bytes
     assert besides == GB + question.gpu_runtime_bytes(1) - GPU_RUNTIME_BYTES
     second = question.devices[0].gpus[1]
-    way_s = between_gpus_s(second, 1, question.model.hop_values)
-    assert both.tpot_s - alone.tpot_s == pytest.approx(second.step_s + way_s)
+    transfer_s = between_gpus_s(second, 1, question.model.hop_values)
+    assert both.tpot_s - alone.tpot_s == pytest.approx(second.step_s + transfer_s)
 
 
 def test_a_limit_of_vram_is_of_all_gpus_together():
@@ -160,9 +160,9 @@ def test_prompts_are_offloaded_to_the_last_capable_gpu():
     first = offloading(desk(3, 3))
     assert first.gpu is not None
     both = first.with_gpus([first.gpu, replace(first.gpu, id="CUDA1")])
-    helped = [asked(each, prefill_offload=frozenset({"desk"})).members[0] for each in (both, first)]
-    assert [member.offloading_gpu for member in helped] == [1, 0]
-    assert helped[1].vram_limits[1] == 0, "one that cannot would be asked to if it had layers"
+    offloaded = [asked(each, prefill_offload=frozenset({"desk"})).members[0] for each in (both, first)]
+    assert [member.offloading_gpu for member in offloaded] == [1, 0]
+    assert offloaded[1].vram_limits[1] == 0, "one that cannot would be asked to if it had layers"
     found = solved(asked(both), "ttft", offloads=True)
     assert not found.prediction.short
     assert found.plan.prefill_offload == ("desk",)

@@ -198,7 +198,7 @@ def test_devices_on_one_machine_take_turns_at_its_disk():
 
 
 def test_the_beginning_of_a_part_is_read_into_what_room_is_left():
-    """Of three layers with 2 s of reading each, 2.5 are there: the last needs 1 s more, once the first is computed."""
+    """2.5 of three layers with 2 s of reading each are there: the last needs 1 s more, once the first is computed."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1))
     streaming = (Streaming(device="d1", streamed_bytes=3 * LAYER, read_ahead_bytes=5 * LAYER // 2),)
     result = simulate(replace(plan, streaming=streaming), toy(6, 2, read_s=2), tokens=8)
