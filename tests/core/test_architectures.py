@@ -245,11 +245,11 @@ def test_a_window_of_a_hybrid_has_the_missing_kind_of_layer_after_its_own_and_th
     assert window(header, 12 - tail, 12)["block_count"] == tail
     for first, last in combinations(range(12 - tail + 1), 2):
         missing = [kind for kind in kinds if not any(kind[first:last])]
-        values, behind = window(header, first, last), [kind.index(True) for kind in missing]
+        values, added = window(header, first, last), [kind.index(True) for kind in missing]
         assert values["block_count"] == last - first + len(missing)
         for key, content in keys.items():
             if isinstance(content, list):
-                assert values[key] == [*content[first:last], *(content[layer] for layer in behind)]
+                assert values[key] == [*content[first:last], *(content[layer] for layer in added)]
 
 
 def test_a_window_without_attention_has_keys_and_values_of_one_head_after_its_layers():
@@ -467,7 +467,7 @@ LATENT = [*NEEDED, "blk.6.attn_q_a.weight", "blk.6.attn_k_b.weight"]
     ],
     ids=[
         *("one", "without its matrix", "two", "none", "latent", "with heads", "scaled", "another graph"),
-        *("behind states", "without experts", "dense"),
+        *("after states", "without experts", "dense"),
     ],
 )
 def test_one_whole_layer_drafts_where_llama_cpps_graph_for_it_is_known(header, count):

@@ -167,7 +167,7 @@ async def test_generations_that_are_asked_for_at_once_come_to_the_ring_at_once()
     await asyncio.sleep(0)
     await gone.cancel()
     await settled()
-    assert batches[1:] == [[5]], "who was gone before it was sent is not sent, nor cancelled"
+    assert batches[1:] == [[5]], "a request cancelled before it was sent is neither sent nor cancelled"
     for reader in (*readers, last):
         await reader.cancel()
 

@@ -70,11 +70,11 @@ def test_where_layers_stream_every_step_reads_them_all():
     asked = question(exactly(8, device("a", ram=3 * GB, disk=2e8)))
     plan = residency(ALONE, asked)
     assert plan.streaming
-    alone, together, apart = (
+    alone, together, one_by_one = (
         under_load(plan, asked, sequences=n, max_rows=maximum) for n, maximum in ((1, 4), (4, 4), (4, 1))
     )
     assert together.tokens_per_s > 3.5 * alone.tokens_per_s
-    assert apart.tokens_per_s == pytest.approx(alone.tokens_per_s)
+    assert one_by_one.tokens_per_s == pytest.approx(alone.tokens_per_s)
 
 
 def test_a_prompt_that_comes_while_others_write_waits_for_them_at_every_chunk():
@@ -152,7 +152,7 @@ def test_completions_of_another_ring_are_recomputed_in_the_largest_steps_known_t
     assert replays("fast", 1, *known, flash=True) == (7, SPLIT_CELLS), "one alone is exact in any case"
     assert replays("exact", 4, *known) == (1, None)
     assert replays("exact", 4, known[0], exactly(8, device("b")), flash=True) == (1, SPLIT_CELLS)
-    assert replays("fast", 8, *known, flash=True) == (1, None), "of rows behind many cells it is not known"
+    assert replays("fast", 8, *known, flash=True) == (1, None), "for rows after many cells it is not known"
     assert replays("fast", 8, *single, flash=True) == (7, None)
 
 

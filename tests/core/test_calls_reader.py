@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, dict[str, Any] | None] = {
 THINK = Thinking(begin="<think>", end="</think>")
 ROME = {"city": "Rome", "days": 3}
 CALL = json.dumps({"name": "weather", "arguments": ROME})
-SAID = {
+WRITTEN = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>",
@@ -77,11 +77,11 @@ OTHERS = [
         "deepseek",
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{json.dumps(ROME)}\n```<｜tool▁call▁end｜>",
     ),
-    ("deepseek", f"<｜tool▁calls▁begin｜>{SAID['deepseek']}<｜tool▁calls▁end｜>"),
-    ("llama3-json", f"<|python_tag|>{SAID['llama3-json']}"),
+    ("deepseek", f"<｜tool▁calls▁begin｜>{WRITTEN['deepseek']}<｜tool▁calls▁end｜>"),
+    ("llama3-json", f"<|python_tag|>{WRITTEN['llama3-json']}"),
     ("qwen3-coder", f"<tool_call>{CALL}</tool_call>"),
-    ("minimax", f"<minimax:tool_call>\n{SAID['minimax']}\n</minimax:tool_call>"),
-    ("kimi-k3", f"<|open|>tools<|sep|>{SAID['kimi-k3']}<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"),
+    ("minimax", f"<minimax:tool_call>\n{WRITTEN['minimax']}\n</minimax:tool_call>"),
+    ("kimi-k3", f"<|open|>tools<|sep|>{WRITTEN['kimi-k3']}<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"),
     (
         "kimi-k3",
         '<|open|>call tool="weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
@@ -96,7 +96,7 @@ OTHERS = [
     ("json", f"```json\n{CALL}\n```"),
     ("llama3-pythonic", '<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>'),
     ("llama3-pythonic", '<function_calls>\nweather(city="Rome", days=3)\n</function_calls>'),
-    ("qwen3-coder", SAID["qwen3-coder"].replace("tool_call>", "seed:tool_call>")),
+    ("qwen3-coder", WRITTEN["qwen3-coder"].replace("tool_call>", "seed:tool_call>")),
     ("qwen3-coder", f"<tool_call><function=weather>{json.dumps(ROME)}</function></tool_call>"),
     (
         "glm",
@@ -105,11 +105,11 @@ OTHERS = [
         "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
         "</tool_calls:opensource>",
     ),
-    ("minimax-m3", f"]<]minimax[>[<tool_call>\n{SAID['minimax-m3']}\n]<]minimax[>[</tool_call>"),
-    ("minicpm5", SAID["minicpm5"].replace(">Rome<", "><![CDATA[Rome]]><")),
-    ("solar", f"<|think|><|end|><|begin|>assistant<|tool_calls|>{SAID['solar']}<|calls|>".partition("<|end|>")[2]),
-    ("gigachat3", f"<|message_sep|>\n\n{SAID['gigachat3']}<|message_sep|>"),
-    ("functionary-v3-2", f">>>{SAID['functionary-v3-2']}"),
+    ("minimax-m3", f"]<]minimax[>[<tool_call>\n{WRITTEN['minimax-m3']}\n]<]minimax[>[</tool_call>"),
+    ("minicpm5", WRITTEN["minicpm5"].replace(">Rome<", "><![CDATA[Rome]]><")),
+    ("solar", f"<|think|><|end|><|begin|>assistant<|tool_calls|>{WRITTEN['solar']}<|calls|>".partition("<|end|>")[2]),
+    ("gigachat3", f"<|message_sep|>\n\n{WRITTEN['gigachat3']}<|message_sep|>"),
+    ("functionary-v3-2", f">>>{WRITTEN['functionary-v3-2']}"),
     ("tool-calls", f"<tool_calls>\n{CALL}\n</tool_calls>"),
     ("tool-calls", f"<tool_call>[{CALL}]</tool_call>"),
     ("command-r", f"Action:\n```json\n[{CALL}]\n```"),
@@ -168,10 +168,10 @@ def test_a_call_that_a_grammar_enforces_is_read(name):
 
 
 def test_there_is_an_example_of_every_form():
-    assert SAID.keys() == FORMS.keys()
+    assert WRITTEN.keys() == FORMS.keys()
 
 
-@pytest.mark.parametrize(("name", "text"), [*SAID.items(), *OTHERS])
+@pytest.mark.parametrize(("name", "text"), [*WRITTEN.items(), *OTHERS])
 def test_a_call_in_every_form(name, text):
     assert read(name, [text]) == ("", "", [("weather", ROME)])
     assert read(name, list(text)) == ("", "", [("weather", ROME)])
@@ -179,7 +179,7 @@ def test_a_call_in_every_form(name, text):
 
 @pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.reader is None))
 def test_half_a_call_and_garbage_are_text(name):
-    text = SAID[name]
+    text = WRITTEN[name]
     for wrong in (
         text[: len(text) // 3],
         text.replace("weather", "other"),
@@ -217,13 +217,13 @@ def test_half_a_call_and_garbage_are_text(name):
     ],
 )
 def test_text_before_calls_and_several_of_them(name):
-    text = f"Let me see.\n\n{SAID[name]}\n{SAID[name]}"
+    text = f"Let me see.\n\n{WRITTEN[name]}\n{WRITTEN[name]}"
     assert read(name, list(text)) == ("", "Let me see.", [("weather", ROME)] * 2)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 5000])
 def test_invalid_json_ends_a_call_and_is_text(number):
-    before, after = SAID["hermes"].split("3")
+    before, after = WRITTEN["hermes"].split("3")
     cut = before.partition('"arguments": ')[2]
     for pieces in ([before, number, after], [before + number + after]):
         assert read("hermes", pieces) == ("", number + after, [("weather", cut + CUT)])
@@ -232,7 +232,7 @@ def test_invalid_json_ends_a_call_and_is_text(number):
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
     for cut in ('{"city": "Ro', '{"city": "Rome", "days": ', '{"'):
-        text = SAID[name].partition(json.dumps(ROME))[0] + cut
+        text = WRITTEN[name].partition(json.dumps(ROME))[0] + cut
         assert read(name, [text]) == read(name, list(text)) == ("", "", [("weather", cut + CUT)])
 
 
@@ -241,14 +241,14 @@ def test_a_call_is_streamed_as_it_forms(name):
     reader = CompletionReading(
         form=name, thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
-    head, arguments, behind = SAID[name].partition(json.dumps(ROME))
+    head, arguments, rest = WRITTEN[name].partition(json.dumps(ROME))
     assert not any(reader.feed(char).calls for char in head)
     parts = [part for char in arguments for part in reader.feed(char).calls]
     assert [part.name for part in parts] == ["weather", *[None] * (len(parts) - 1)]
     assert len(parts) > len(arguments) // 2
     assert "".join(part.arguments for part in parts) == arguments
     assert [part.is_whole for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert (reader.feed(behind), reader.finish()) == (TextPiece(), TextPiece())
+    assert (reader.feed(rest), reader.finish()) == (TextPiece(), TextPiece())
 
 
 @pytest.mark.parametrize(
@@ -291,19 +291,19 @@ def test_a_list_of_calls():
 
 
 def test_text_after_a_call_keeps_its_whitespace():
-    assert read("hermes", list(f"One {SAID['hermes']}\ntwo ")) == ("", "One \ntwo ", [("weather", ROME)])
+    assert read("hermes", list(f"One {WRITTEN['hermes']}\ntwo ")) == ("", "One \ntwo ", [("weather", ROME)])
 
 
 def test_channels():
     printed = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
-        f"<|start|>assistant{SAID['gpt-oss']}"
+        f"<|start|>assistant{WRITTEN['gpt-oss']}"
     )
     assert read("gpt-oss", list(printed)) == ("Hm.", "Wait.", [("weather", ROME)])
     final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi "
     assert read("gpt-oss", list(final)) == ("Hm.", "Hi ", [])
     assert read("gpt-oss", ['{"a": 1}']) == ("", '{"a": 1}', [])
-    thought, text, calls = read("gpt-oss", list(SAID["gpt-oss"].replace("weather", "other")))
+    thought, text, calls = read("gpt-oss", list(WRITTEN["gpt-oss"].replace("weather", "other")))
     assert (thought, calls) == ("", [])
     assert '"city": "Rome"' in text
 
@@ -318,7 +318,7 @@ def test_markers_around_a_completion_are_no_text():
 
 
 def test_llama_separates_calls():
-    text = SAID["llama3-json"]
+    text = WRITTEN["llama3-json"]
     assert read("llama3-json", [f"{text}; {text}"])[2] == [("weather", ROME)] * 2
 
 
@@ -341,15 +341,15 @@ def test_thoughts(text, opened, thought, rest):
 
 
 def test_a_marker_inside_of_thoughts_is_no_call():
-    thought, text, calls = read("hermes", [f"<think>{SAID['hermes']}</think>Hi"], thinking=THINK)
-    assert (thought, text, calls) == (SAID["hermes"], "Hi", [])
+    thought, text, calls = read("hermes", [f"<think>{WRITTEN['hermes']}</think>Hi"], thinking=THINK)
+    assert (thought, text, calls) == (WRITTEN["hermes"], "Hi", [])
 
 
 @pytest.mark.parametrize(
     "printed",
     [
         "I could <tool_call> a function, weather, and ",
-        f"Not {SAID['hermes'].replace('weather', 'other')} but ",
+        f"Not {WRITTEN['hermes'].replace('weather', 'other')} but ",
         "<tool_call>weather</tool_call> is ",
         f"<tool_call>\n{'x' * 400}",
         '{"name": "weather"} ',
@@ -364,7 +364,7 @@ def test_thoughts_after_a_marker_that_begins_no_call_are_streamed_at_once(printe
 
 
 def test_a_call_that_thoughts_do_not_end_before_is_one():
-    printed = f"I could <tool_call> it: {SAID['hermes']}"
+    printed = f"I could <tool_call> it: {WRITTEN['hermes']}"
     for pieces in ([printed], list(printed)):
         assert read("hermes", pieces, thinking=THINK, opened=True) == (
             "I could <tool_call> it:",
@@ -374,12 +374,14 @@ def test_a_call_that_thoughts_do_not_end_before_is_one():
 
 
 PARTS = st.lists(
-    st.sampled_from([*SAID.values(), "<think>", "</think>", "Hi", " ", "\n", "<", "{", "[", '"', "}", "]", "\\", "é"]),
+    st.sampled_from(
+        [*WRITTEN.values(), "<think>", "</think>", "Hi", " ", "\n", "<", "{", "[", '"', "}", "]", "\\", "é"]
+    ),
     max_size=6,
 ).map("".join)
 
 
-@given(text=PARTS, name=st.sampled_from([None, *SAID]), opened=st.booleans(), data=st.data())
+@given(text=PARTS, name=st.sampled_from([None, *WRITTEN]), opened=st.booleans(), data=st.data())
 def test_every_splitting_is_read_alike(text, name, opened, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -481,14 +483,14 @@ def test_consecutive_objects_are_several_calls():
 
 def test_messages_to_functions_are_calls():
     functionary = f"all\nLet me see.>>>weather\n{json.dumps(ROME)}\n>>>weather\n{json.dumps(ROME)}"
-    muse = f"to=self<|message|>Hm.<|eom|>{SAID['muse']}{SAID['muse']}"
+    muse = f"to=self<|message|>Hm.<|eom|>{WRITTEN['muse']}{WRITTEN['muse']}"
     for name, text, thought, printed in (
         ("functionary-v3-2", functionary, "", "Let me see."),
         ("muse", muse, "Hm.", ""),
     ):
         assert read(name, [text]) == read(name, list(text)) == (thought, printed, [("weather", ROME)] * 2)
     for name in ("functionary-v3-2", "muse"):
-        wrong = SAID[name].replace("weather", "other")
+        wrong = WRITTEN[name].replace("weather", "other")
         assert read(name, [wrong])[2] == []
         assert "Rome" in read(name, [wrong])[1]
 

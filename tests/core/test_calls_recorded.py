@@ -32,7 +32,7 @@ OTHERWISE = {
     "gpt-oss/harmony-marker-in-reasoning": "a marker ends thoughts",
     "gpt-oss/llamacpp-builtin-python-recipient": "code for a tool that nobody gave is text",
     "kimi/k2i-vllm-noise-between-markers": "noise is text",
-    "qwen3-hermes/vllm-invalid-json-missing-brace": "whole arguments are a call, also where the brace behind is missing",
+    "qwen3-hermes/vllm-invalid-json-missing-brace": "whole arguments are a call, even if the closing brace is missing",
     "mistral/vllm-v11-think-text": "its template thinks in [THINK]",
 }
 """Where our parse differs, and why."""

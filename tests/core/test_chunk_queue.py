@@ -12,12 +12,12 @@ from primad.layers.chunk_queue import TREE, ChunkId, ChunkQueue
 
 LAYERS = {"a": 3, "b": 1, "c": 5}
 SOURCES = ("one", "two", "three")
-UNDER_WAY = 2
+IN_FLIGHT = 2
 
 
 def queue(**held: str) -> ChunkQueue:
     """A queue of the chunks of layer ``a``; each source holds the layers in its string."""
-    made = ChunkQueue(held, UNDER_WAY)
+    made = ChunkQueue(held, IN_FLIGHT)
     for source, digests in held.items():
         made.holds(source, digests)
     made.add("a", range(3))
@@ -44,7 +44,7 @@ def test_a_source_is_asked_only_for_what_it_holds():
 
 
 def test_a_source_that_was_not_reached_is_asked_for_nothing_and_may_hold_all():
-    chunks = ChunkQueue(["one"], UNDER_WAY)
+    chunks = ChunkQueue(["one"], IN_FLIGHT)
     chunks.add("a", [0])
     assert chunks.take("one") is None
     assert chunks.unavailable() == []
@@ -93,7 +93,7 @@ class Fetching(RuleBasedStateMachine):
     @initialize(held=st.fixed_dictionaries({source: st.sets(st.sampled_from(sorted(LAYERS))) for source in SOURCES}))
     def begin(self, held) -> None:
         self.held = held
-        self.chunks = ChunkQueue(SOURCES, UNDER_WAY)
+        self.chunks = ChunkQueue(SOURCES, IN_FLIGHT)
         self.owed: dict[str, list[ChunkId]] = {source: [] for source in SOURCES}
         self.reached: set[str] = set()
         self.dead: set[str] = set()
@@ -122,7 +122,7 @@ class Fetching(RuleBasedStateMachine):
         assert not any(piece in owed for owed in self.owed.values()), "it is asked of one source at a time"
         self.owed[source].append(piece)
 
-    @rule(source=st.sampled_from(SOURCES), at=st.integers(0, UNDER_WAY - 1))
+    @rule(source=st.sampled_from(SOURCES), at=st.integers(0, IN_FLIGHT - 1))
     def answer(self, source, at) -> None:
         if at < len(self.owed[source]):
             piece = self.owed[source].pop(at)
@@ -157,9 +157,9 @@ class Fetching(RuleBasedStateMachine):
         assert self.arrived.keys() <= self.wanted
 
     @invariant()
-    def few_are_under_way(self) -> None:
+    def few_are_in_flight(self) -> None:
         for source in SOURCES:
-            assert self.chunks.under_way(source) == len(self.owed[source]) <= UNDER_WAY
+            assert self.chunks.under_way(source) == len(self.owed[source]) <= IN_FLIGHT
 
     def teardown(self) -> None:
         """From any state, live sources deliver all that they hold, and the rest is reported unavailable."""
@@ -185,7 +185,7 @@ TestFetching.settings = settings(max_examples=60, stateful_step_count=40, deadli
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(SOURCES), max_size=40))
 def test_one_source_alone_is_asked_for_each_chunk_once(asks):
-    chunks = ChunkQueue(["one"], UNDER_WAY)
+    chunks = ChunkQueue(["one"], IN_FLIGHT)
     chunks.holds("one", LAYERS)
     for digest, count in LAYERS.items():
         chunks.add(digest, range(count))

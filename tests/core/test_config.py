@@ -58,7 +58,7 @@ def test_without_a_word_of_the_owner(home):
     assert (config.replan_gain, config.keep_loaded_s) == (0.10, 600.0)
     assert config.threads is None, "the profile says how many"
     assert config.name
-    assert not home.exists(), "reading a configuration leaves nothing behind"
+    assert not home.exists(), "reading a configuration creates no folder"
 
 
 EVERY = [

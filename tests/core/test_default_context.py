@@ -17,7 +17,7 @@ from primad.planning.question import Question, ask
 from primad.planning.table import render
 from primad.planning.whatif import change
 from primad.profiler.fleets import read_fleet
-from tests.core.test_planned_sequences import House
+from tests.core.test_planned_sequences import PlannedHome
 from tests.fakes.planning import GB, device, model, wishes
 
 STREAMS = "16384 would have layers read from a disk for every token; --context sets it"
@@ -81,9 +81,9 @@ def test_all_models_that_a_home_runs_have_the_context_that_agents_need(name):
 
 @pytest.mark.parametrize("ram", [64 * GB, 7 * GB, 6 * GB, 4 * GB])
 async def test_serve_plan_fit_and_what_if_choose_the_same(monkeypatch, tmp_path, ram):
-    house = House(monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", sequences=1)
-    served, _ = await house.plan()
-    assert (await house.plan(served=served))[0].context_tokens == served.context_tokens
+    planned_home = PlannedHome(monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", sequences=1)
+    served, _ = await planned_home.plan()
+    assert (await planned_home.plan(served=served))[0].context_tokens == served.context_tokens
     asked = question(device("desk", ram=ram), trained=16384)
     other = change(question(device("desk", ram=GB), trained=16384), [f"ram:desk={ram}B"], lambda _: ())
     planned = explain(asked)
@@ -93,16 +93,20 @@ async def test_serve_plan_fit_and_what_if_choose_the_same(monkeypatch, tmp_path,
         served.why_context,
     )
     assert _fit(("toy", asked)).context_tokens == served.context_tokens
-    windows = House(monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", windows=(19,), sequences=1)
+    windows = PlannedHome(
+        monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", windows=(19,), sequences=1
+    )
     assert (await windows.plan())[0].context_tokens == served.context_tokens
 
 
 async def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeypatch, tmp_path):
-    house = House(monkeypatch, tmp_path, ram=6 * GB, lap=64 * GB, trained=16384, sequences=1)
-    alone, _ = await house.plan()
-    both, _ = await house.plan(frozenset({"lap"}), alone)
+    planned_home = PlannedHome(monkeypatch, tmp_path, ram=6 * GB, laptop=64 * GB, trained=16384, sequences=1)
+    alone, _ = await planned_home.plan()
+    both, _ = await planned_home.plan(frozenset({"lap"}), alone)
     assert (alone.context_tokens, both.context_tokens) == (SMALL_CONTEXT_TOKENS, 16384)
-    asked = House(monkeypatch, tmp_path, ram=6 * GB, lap=64 * GB, trained=16384, sequences=1, context_tokens=4096)
+    asked = PlannedHome(
+        monkeypatch, tmp_path, ram=6 * GB, laptop=64 * GB, trained=16384, sequences=1, context_tokens=4096
+    )
     assert (await asked.plan(frozenset({"lap"}), alone))[0].context_tokens == 4096
 
 

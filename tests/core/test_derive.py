@@ -33,39 +33,39 @@ def blocks(*names, layers=6):
     return [f"{name}-{number}" for number in range(layers) for name in names]
 
 
-def ways(*names):
+def nodes_named(*names):
     return [(each.entries, each.exit, each.last_exit) for each in named(model("new"), graph(*names))]
 
 
 def test_the_entry_node_is_the_token_lookup_and_the_exit_node_a_layers_last_one():
-    found = ways("embd", *blocks("attn_norm", ".Qcur", "ffn_out", "l_out"), "norm", "result_norm")
+    found = nodes_named("embd", *blocks("attn_norm", ".Qcur", "ffn_out", "l_out"), "norm", "result_norm")
     assert found[0] == (("embd",), "l_out-{layer}", "")
 
 
 def test_only_the_first_window_computes_the_scale_of_tokens():
-    found = ways("embd", "inp_scaled", "node_2", *blocks("attn_norm", ".Qcur", "l_out"), "result_norm")
+    found = nodes_named("embd", "inp_scaled", "node_2", *blocks("attn_norm", ".Qcur", "l_out"), "result_norm")
     assert found[0][0] == ("embd", "inp_scaled")
-    assert ways("node_0", "embd", *blocks("attn_norm", ".Qcur", "l_out"))[0][0] == ("node_0", "embd")
+    assert nodes_named("node_0", "embd", *blocks("attn_norm", ".Qcur", "l_out"))[0][0] == ("node_0", "embd")
 
 
 def test_a_norm_of_tokens_may_have_the_first_layers_number():
-    found = ways("embd", "norm-0", "inp_norm-0", "norm-0", *blocks("attn_norm", ".Qcur", "l_out"))
+    found = nodes_named("embd", "norm-0", "inp_norm-0", "norm-0", *blocks("attn_norm", ".Qcur", "l_out"))
     assert {each[0] for each in found} == {("embd",), ("embd", "inp_norm-0")}
 
 
 def test_a_layers_output_may_be_called_by_the_next_one():
-    found = ways(*blocks("attn_norm_in", ".Qcur", "ffn_out"), "h_nextn", "norm", "result_norm")
+    found = nodes_named(*blocks("attn_norm_in", ".Qcur", "ffn_out"), "h_nextn", "norm", "result_norm")
     assert (("attn_norm_in-0",), "attn_norm_in-{after}", "h_nextn") in found
     assert NAMES.exit_of(3, is_last=True) == "l_out-3"
     assert replace(NAMES, exit="x-{after}", last_exit="h").exit_of(3, is_last=False) == "x-4"
 
 
 def test_repeated_names_and_nodes_without_a_name_are_no_route():
-    found = ways("embd", *blocks("norm", "norm", "l_out", "l_out", "x"))
+    found = nodes_named("embd", *blocks("norm", "norm", "l_out", "l_out", "x"))
     assert [each[1] for each in found] == ["x-{layer}"]
     for names in ((), ("embd",), (".embd", *blocks(".x")), ("embd", *blocks("x", "x"))):
         with pytest.raises(ModelError, match="no node of its graph"):
-            ways(*names)
+            nodes_named(*names)
 
 
 def test_everything_with_a_value_a_layer_is_sliced():

@@ -46,10 +46,10 @@ def test_only_a_lower_limit_is_reported_as_lowered(tmp_path):
 
 def test_plans_have_no_more_memory_than_the_device_limit(tmp_path):
     device_limits = DeviceLimits(tmp_path)
-    lap = replace(device("lap"), ram_available_bytes=8 * GB)
+    laptop = replace(device("lap"), ram_available_bytes=8 * GB)
     device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
-    assert device_limits.apply(lap).ram_available_bytes == 2 * GB
-    assert device_limits.apply(replace(lap, ram_available_bytes=GB)).ram_available_bytes == GB
+    assert device_limits.apply(laptop).ram_available_bytes == 2 * GB
+    assert device_limits.apply(replace(laptop, ram_available_bytes=GB)).ram_available_bytes == GB
     assert device_limits.apply(device("desk")) == device("desk")
 
 

@@ -25,8 +25,8 @@ def test_every_file_that_the_code_names_is_there():
         if path.suffix != ".py" or ("solver" not in path.parts and "primad" not in path.parts):
             continue
         for name in set(NAMED.findall(path.read_text(encoding="utf-8"))) - OTHERS:
-            beside, found = path.parent / name, by_name.get(Path(name).name, [])
+            sibling, found = path.parent / name, by_name.get(Path(name).name, [])
             named = [each for each in found if str(each).endswith(f"/{name}")]
-            if not beside.is_file() and (("/" not in name and len(named) != 1) or not named):
+            if not sibling.is_file() and (("/" not in name and len(named) != 1) or not named):
                 gone.append(f"{path.relative_to(ROOT)} names {name}")
     assert not gone

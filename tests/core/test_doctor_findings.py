@@ -39,7 +39,7 @@ def levels(findings: list[Finding]) -> list[str]:
     return [found.level for found in findings]
 
 
-def prefill_offload(findings: list[Finding]) -> bool:
+def has_commands(findings: list[Finding]) -> bool:
     """Whether each problem comes with a command."""
     return all(found.next for found in findings if found.level in ("warning", "error"))
 
@@ -77,7 +77,7 @@ def test_encoders_of_models_are_reported_and_missing_ones_with_the_command():
 def test_a_llama_cpp_without_its_encoders_is_reported(has_mtmd, expected):
     found = judge_pictures(PictureFacts(has_mtmd=has_mtmd, models=()), "python")
     assert levels(found) == expected
-    assert prefill_offload(found)
+    assert has_commands(found)
 
 
 # -- network
@@ -101,7 +101,7 @@ def place(name: str, problem: str = "", *, virtual: bool = False) -> MulticastAd
 def test_multicast_must_work_somewhere(places, expected):
     found = judge_places(places)
     assert levels(found) == expected
-    assert prefill_offload(found)
+    assert has_commands(found)
 
 
 def test_an_interface_that_fails_is_named():
@@ -306,7 +306,7 @@ def test_a_firewall_is_judged_by_what_it_lets_in(facts, level, words):
     (found,) = judge_firewall(facts, NEED)
     assert found.level == level
     assert words in found.text
-    assert prefill_offload([found])
+    assert has_commands([found])
 
 
 def test_the_command_for_ufw_lets_in_what_primad_needs_and_only_from_home():
@@ -358,7 +358,7 @@ MEMORY = MemoryFacts(
 def test_memory_that_is_short_limited_or_swapped_is_reported(facts, expected):
     found = judge_memory(facts, "Linux")
     assert levels(found) == expected
-    assert prefill_offload(found)
+    assert has_commands(found)
 
 
 def test_a_battery_is_of_note_while_it_is_used():
@@ -404,7 +404,7 @@ def test_a_clock_that_is_wrong_is_reported(facts, level, system):
 def test_platforms_that_primad_does_not_support_are_reported(system, python, wide, level):
     found = judge_platform(system, "x86_64", python, wide)
     assert levels(found) == [level]
-    assert prefill_offload(found)
+    assert has_commands(found)
 
 
 # -- the home folder
@@ -441,7 +441,7 @@ SERVED = tuple(CachedLayer(digest=f"{number:064}", size_bytes=GIB // 16, used_s=
 def test_a_disk_must_take_layers_and_give_them_back_fast(facts, expected):
     found = judge_disk(facts)
     assert levels(found) == expected
-    assert prefill_offload(found)
+    assert has_commands(found)
 
 
 def test_a_disk_with_layers_in_use_is_full_and_one_with_idle_layers_is_not():
@@ -531,7 +531,7 @@ def test_llama_cpp_that_is_missing_or_does_not_run_is_an_error():
     (found,) = judged(replace(ENGINE, devices="it ended with code -4", runs=False))
     assert found.level == "error"
     assert "code -4" in found.text
-    assert prefill_offload([found])
+    assert has_commands([found])
 
 
 def test_a_driver_that_ends_llama_cpp_costs_the_gpu_alone():

@@ -192,7 +192,7 @@ def test_after_long_success_drafts_that_become_wrong_are_given_up():
 RIGHT = [random.Random(place).random() < 0.8 for place in range(TOKENS)]
 
 
-class Behind(Oracle):
+class SlowDrafter(Oracle):
     """Drafts one token every ``draft_s`` after the latest text, as long as its drafts hold."""
 
     ring: TimedRing
@@ -238,9 +238,9 @@ class Behind(Oracle):
         return ANSWER[at] if RIGHT[at] else ANSWER[at] ^ 1
 
 
-def behind(draft_s: float, *, waits: bool) -> float:
+def with_slow_drafter(draft_s: float, *, waits: bool) -> float:
     """The time of a request with a draft model that takes ``draft_s`` a token, where a step of one row takes 0.01 s."""
-    made = Behind(ANSWER, 0.8, 0.8, 3)
+    made = SlowDrafter(ANSWER, 0.8, 0.8, 3)
     made.each_s, made.waits = draft_s, waits
     ring = TimedRing(
         1,
@@ -258,17 +258,17 @@ def behind(draft_s: float, *, waits: bool) -> float:
 
 
 def test_where_a_step_takes_long_and_a_draft_little_it_pays_to_wait_for_drafts():
-    without, late, waited = undrafted(1), behind(0.0005, waits=False), behind(0.0005, waits=True)
+    without, late, waited = undrafted(1), with_slow_drafter(0.0005, waits=False), with_slow_drafter(0.0005, waits=True)
     assert waited < 0.9 * late < 0.9 * without
 
 
 @pytest.mark.parametrize("draft_s", [0.002, 0.003, 0.005])
 def test_no_step_waits_for_a_slow_draft_model_that_drafts_for_the_next_step_meanwhile(draft_s):
-    assert behind(draft_s, waits=True) <= MAX * behind(draft_s, waits=False)
+    assert with_slow_drafter(draft_s, waits=True) <= MAX * with_slow_drafter(draft_s, waits=False)
 
 
 def test_no_step_waits_longer_than_half_a_token_for_a_silent_draft_model():
-    assert behind(1e6, waits=True) <= MAX * undrafted(1)
+    assert with_slow_drafter(1e6, waits=True) <= MAX * undrafted(1)
 
 
 # ---- what the bench leaves out ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def main_of(printed: Drafted) -> list[int]:
     return [nodes[node].draft_token.token for node in first_path(nodes)]
 
 
-def check_said(printed: Drafted, text: list[int]) -> None:
+def check_drafts(printed: Drafted, text: list[int]) -> None:
     """Check that each draft is the model's output at its place, with the right probability."""
     nodes = nodes_of(printed)
     for place, node in enumerate(nodes):
@@ -75,7 +75,7 @@ def test_its_drafts_are_its_own_continuation_of_the_text_however_the_text_contin
             if printed is not None:
                 assert (printed.number, printed.known) == (number, len(text))
                 assert main_of(printed) == right(text, len(main_of(printed)))
-                check_said(printed, text)
+                check_drafts(printed, text)
             expected = right(text, 1)[0]
             others = [] if printed is None else [each.token for each in behind(nodes_of(printed), -1)]
             text.append(data.draw(st.sampled_from([expected, expected, *others, (expected + 1) % VOCABULARY])))
@@ -157,9 +157,9 @@ def test_drafts_count_as_far_as_the_text_matches_them():
     drafter.took(11)
     assert chain_of(drafter) == [12]
     drafter.took(50)
-    assert chain_of(drafter) == [], "the text went another way"
+    assert chain_of(drafter) == [], "the text went on differently"
     process.emits(1, 3, 11, 12, 13)
-    assert chain_of(drafter) == [], "that was said before it did"
+    assert chain_of(drafter) == [], "that was drafted before the change"
     process.emits(1, 5, 51)
     assert chain_of(drafter) == [51]
 
@@ -195,7 +195,7 @@ def test_the_confidence_of_a_draft_follows_from_how_often_such_drafts_held():
     process.emits(1, 40, 5)
     draft_token = drafter.propose([])
     assert draft_token is not None
-    assert draft_token.sure < 0.2, "it was said to be 0.95"
+    assert draft_token.sure < 0.2, "its stated confidence was 0.95"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["say", "take", "ask"]), st.booleans()), max_size=60))
@@ -237,11 +237,11 @@ def test_drafts_are_awaited_once_the_text_is_read_until_there_are_enough_or_they
     drafter.propose([])
     process.emits(1, 2, 5, 6, sure=0.95)
     assert drafter.awaits(3, 0.01)
-    assert not drafter.awaits(2, 0.01), "so many are there"
+    assert not drafter.awaits(2, 0.01), "two are there already"
     assert not drafter.awaits(3, 0.99), "a third one would hardly hold"
     drafter.took(9)
     assert drafter.awaits(3, 0.01)
-    assert process.reported[-1] == DraftTokens([9], 2), "who waits has said how the text goes on"
+    assert process.reported[-1] == DraftTokens([9], 2), "the waiting step has sent the new tokens"
     process.drafters.end()
     assert not drafter.awaits(3, 0.01)
 
@@ -317,7 +317,7 @@ def test_it_drafts_no_more_tokens_than_requested():
     assert len(main_of(printed)) == 2
 
 
-def told_all(chain: DraftBranches) -> Drafted:
+def all_drafted(chain: DraftBranches) -> Drafted:
     """The drafts once no work is left."""
     printed = None
     while chain.has_work:
@@ -330,14 +330,14 @@ def test_the_next_row_goes_to_the_likeliest_draft_and_the_first_path_has_its_roo
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL)
     chain.begin(1, [1, 2, 3])
-    printed = told_all(chain)
-    check_said(printed, [1, 2, 3])
+    printed = all_drafted(chain)
+    check_drafts(printed, [1, 2, 3])
     nodes = nodes_of(printed)
     assert len(first_path(nodes)) == MAX_ROOM
     assert len(window.steps) <= 1 + MAX_ROOM + MAX_ROOM // 2
     computed = {node.parent for node in nodes} - {-1}
     aside = computed - set(first_path(nodes))
-    assert aside, "other drafts have something behind them"
+    assert aside, "other drafts have drafts after them"
     assert len(window.steps) == 1 + len(computed)
 
 
@@ -349,8 +349,8 @@ def test_the_first_path_comes_before_other_drafts_on_request():
         printed = chain.work()
         assert printed is not None
         assert len(main_of(printed)) == count
-    printed = told_all(chain)
-    check_said(printed, [1, 2, 3])
+    printed = all_drafted(chain)
+    check_drafts(printed, [1, 2, 3])
     assert len(window.steps) > MAX_ROOM
 
 
@@ -358,16 +358,16 @@ def test_all_drafts_after_an_alternative_that_turns_out_right_are_kept():
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL)
     chain.begin(1, [1, 2, 3])
-    nodes = nodes_of(told_all(chain))
-    behind_others = [
+    nodes = nodes_of(all_drafted(chain))
+    after_others = [
         place for place, node in enumerate(nodes) if node.parent == -1 and place > 0 and behind(nodes, place)
     ]
-    assert behind_others, "the fake model is unsure of its first token"
-    token = nodes[behind_others[0]].draft_token.token
+    assert after_others, "the fake model is unsure of its first token"
+    token = nodes[after_others[0]].draft_token.token
     rows = len(window.steps)
     chain.took(token)
-    printed = told_all(chain)
-    check_said(printed, [1, 2, 3, token])
+    printed = all_drafted(chain)
+    check_drafts(printed, [1, 2, 3, token])
     assert all(min(step) > 3 for step in window.steps[rows:]), "the text itself is computed"
     chain.took((right([1, 2, 3, token], 1)[0] + 1) % VOCABULARY)
     assert window.held(chain._root.sequence or 0) == 4
@@ -385,7 +385,7 @@ def test_a_tree_continues_after_alternatives_to_the_first_draft():
     found = [drafter.propose([]), drafter.propose([10]), drafter.propose([20])]
     assert [each.token for each in found if each is not None] == [10, 11, 21]
     drafter.took(20)
-    assert chain_of(drafter) == [21], "the second draft was right, and what is behind it counts"
+    assert chain_of(drafter) == [21], "the second draft was right, and drafts after it count"
 
 
 def test_alternative_drafts_count_as_far_as_the_text_matches_them():

@@ -36,7 +36,7 @@ class Bench:
     hop_s: float
     drafting: Drafting
 
-    def played(self, name: str, drafting: Drafting | None) -> tuple[float, Finished]:
+    def replayed(self, name: str, drafting: Drafting | None) -> tuple[float, Finished]:
         """The time of completion ``name`` from its first token, and its end."""
         prompt, answer = ANSWERS[name]["prompt"], ANSWERS[name]["answer"]
         devices = len(self.shares) - 1
@@ -61,7 +61,7 @@ class Bench:
 
     def times(self) -> dict[str, float]:
         """The speedup by drafts for each completion."""
-        return {name: self.played(name, None)[0] / self.played(name, self.drafting)[0] for name in ANSWERS}
+        return {name: self.replayed(name, None)[0] / self.replayed(name, self.drafting)[0] for name in ANSWERS}
 
 
 TWO: Final = Bench(shares=(0.161, 0.505, 0.334), hop_s=0.0003, drafting=Drafting(room=3, ring_passes=2.0))

@@ -354,7 +354,7 @@ class Calibrated(Nothing):
 
     def __init__(self, first: float, second: float) -> None:
         self._first, self._second, self._taken = first, second, 0
-        self._drawn = np.random.default_rng(4).random(LONG + 40)
+        self._random = np.random.default_rng(4).random(LONG + 40)
 
     def took(self, token: int) -> None:
         self._taken += 1
@@ -370,7 +370,7 @@ class Calibrated(Nothing):
         at = self._taken + len(drafts)
         if at >= len(ANSWER):
             return None
-        holds = list(drafts) == ANSWER[self._taken : at] and low <= self._drawn[at] < low + share
+        holds = list(drafts) == ANSWER[self._taken : at] and low <= self._random[at] < low + share
         return DraftToken(token=ANSWER[at] if holds else (ANSWER[at] + more) % VOCABULARY, sure=share)
 
 

@@ -259,7 +259,7 @@ def test_a_request_pauses_drafts_longer_at_once_if_they_gained_nothing_before():
     for number in range(BEGINS_AFTER + 2 * JUDGED_AFTER):
         now += 1.0 if number < BEGINS_AFTER else 0.5
         pace.took(now, drafted=number >= BEGINS_AFTER, missed=False)
-    assert first_pause() == PAUSES[0], "behind one that they helped"
+    assert first_pause() == PAUSES[0], "after a request that they sped up"
 
 
 def test_drafts_must_be_surer_after_misses_and_less_so_while_the_ring_is_idle():

@@ -149,13 +149,13 @@ def test_a_prompt_that_picks_every_expert_leaves_the_favourites():
 def test_a_ring_pass_of_a_prompt_reads_no_more_than_the_overflow_and_two_layers():
     memory = Memory(pool := a_pool((8,) * 6, 240))
     everything = picks(*[[e, (e + 1) % 8] for e in range(8)])
-    for lap in range(4):
+    for ring_pass in range(4):
         before = memory.read_bytes
         for layer in range(6):
             needed = frozenset((layer, e) for e in range(8))
             memory.apply(pool.pick(layer, everything), needed)
             memory.apply(pool.ahead((layer + 1) % 6, 8, 80), needed)
-        assert lap == 0 or memory.read_bytes - before <= 6 * 80 - 240 + 2 * 80
+        assert ring_pass == 0 or memory.read_bytes - before <= 6 * 80 - 240 + 2 * 80
 
 
 def test_experts_that_repeat_are_read_ahead_and_others_are_not():
@@ -227,7 +227,7 @@ def test_layers_by_expert_hold_no_more_than_they_may_where_that_is_possible(size
     assert split.held_bytes <= max(held, minimum + split.layer_pool_bytes)
     if split.streamed:
         fewer = Residency.whole(split.sizes, (), 0).held_bytes + split.layer_pool_bytes
-        assert fewer > held, "what is no expert stays as long as one layer's experts have room beside it"
+        assert fewer > held, "what is no expert stays as long as one layer's experts have room next to it"
 
 
 @given(pool=st.integers(1, 100), layer=st.integers(1, 30))

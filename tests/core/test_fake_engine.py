@@ -151,7 +151,7 @@ def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_els
     window.state_keep(4, 0, 3)
     window.forward(rows([7], start=3))
     for number, sequence, end, why in (
-        (3, 0, 3, "not kept"), (4, 1, 3, "another text"), (4, 0, 2, "behind 3")
+        (3, 0, 3, "not kept"), (4, 1, 3, "another text"), (4, 0, 2, "after 3")
     ):  # fmt: skip
         with pytest.raises(AssertionError, match=why):
             window.state_restore(number, sequence, end)
@@ -176,8 +176,8 @@ def test_cells_go_into_another_window_of_the_same_layers_in_order_and_nowhere_el
     assert (other.held(0), other.held(1)) == (0, 3)
     for wrong, why in (
         (blocks[:0], "nothing"),
-        (blocks[::-1], "come behind 0"),
-        ([blocks[0], blocks[0]], "come behind 2"),
+        (blocks[::-1], "come after 0"),
+        ([blocks[0], blocks[0]], "come after 2"),
         ([blocks[0][::-1]], "other layers"),
         ([first.kv_cells(0, 0, 2)], "other layers"),
         ([[blocks[0][0], replace(blocks[0][1], values=blocks[0][0].values)]], "another layer"),

@@ -34,8 +34,8 @@ def test_next_tokens_of_several_requests_come_as_fast_as_the_busiest_device_comp
         ring.head.submit(generate(request, prompt(5 + request), tokens=TOKENS))
     took_s = ring.finish()
     for request in range(4):
-        told = [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
-        assert told == FakeModel(1).answer(prompt(5 + request), TOKENS, GREEDY)
+        reported = [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
+        assert reported == FakeModel(1).answer(prompt(5 + request), TOKENS, GREEDY)
     busiest_s = VISIT_S * max(shares[1], shares[0] + shares[2])
     assert took_s < 1.15 * busiest_s * 2 * TOKENS
 
@@ -47,5 +47,5 @@ def test_devices_wait_for_chunks_only_before_the_first_and_after_the_last(shares
     ring.head.submit(generate(0, prompt(8 * chunks), tokens=1))
     ring.finish()
     begin, other, end = shares
-    least_s = VISIT_S * max(begin + chunks * other + end, chunks * (begin + end))
-    assert ring.reported_s[0] <= 1.06 * least_s
+    min_s = VISIT_S * max(begin + chunks * other + end, chunks * (begin + end))
+    assert ring.reported_s[0] <= 1.06 * min_s

@@ -14,14 +14,14 @@ Name = Annotated[str | None, typer.Option(help="A name.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Who:
+class Person:
     PANEL: ClassVar[str] = "Who"
 
     name: Name = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhoExactly(Who):
+class NumberedPerson(Person):
     number: Annotated[int, typer.Option("--no", min=0)] = 7
 
 
@@ -39,21 +39,21 @@ def test_groups_become_options_and_options_become_groups():
     called = []
 
     @grouped
-    def greet(text: Annotated[str, typer.Argument()], who: WhoExactly) -> None:
+    def greet(text: Annotated[str, typer.Argument()], person: NumberedPerson) -> None:
         """Greet."""
-        called.append((text, who))
+        called.append((text, person))
 
     command = command_of(greet)
     assert command.main(["hello", "--name", "desk", "--no", "9"], standalone_mode=False) is None
     assert command.main(["hello"], standalone_mode=False) is None
-    assert called == [("hello", WhoExactly(name="desk", number=9)), ("hello", WhoExactly())]
+    assert called == [("hello", NumberedPerson(name="desk", number=9)), ("hello", NumberedPerson())]
     assert panels_of(command) == {"text": None, "name": "Who", "number": "Who"}
     assert command.help == "Greet."
 
 
 def test_a_title_stays_in_its_command():
     @grouped
-    def one(who: Who) -> None: ...
+    def one(person: Person) -> None: ...
 
     def other(name: Name = None) -> None: ...
 
@@ -62,4 +62,4 @@ def test_a_title_stays_in_its_command():
 
 
 def test_flags_are_by_name():
-    assert flags(Who(name="desk"), WhoExactly(name="mini")) == {"name": "mini", "number": 7}
+    assert flags(Person(name="desk"), NumberedPerson(name="mini")) == {"name": "mini", "number": 7}

@@ -47,7 +47,7 @@ TEMPLATES = {
     "alternate": ALTERNATE + EACH,
     "alternate, tools as well": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + EACH,
-    "alternate behind a system message": refusing("m.role == 'system' and not loop.first", "only first")
+    "alternate after a system message": refusing("m.role == 'system' and not loop.first", "only first")
     + ALTERNATE
     + EACH,
     "system first": refusing("m.role == 'system' and not loop.first", "must be at the beginning") + EACH,
@@ -77,7 +77,7 @@ TEMPLATES = {
     "one call at a time": refusing("m.tool_calls and m.tool_calls | length > 1", "single tool-calls") + EACH,
     "calls or text": CALLS_OR_TEXT,
     "calls or text, alternate": ALTERNATE + CALLS_OR_TEXT,
-    "the last answer goes on": EACH.replace("m.tool_calls or []", "([] if loop.last else m.tool_calls) or []"),
+    "the last answer continues": EACH.replace("m.tool_calls or []", "([] if loop.last else m.tool_calls) or []"),
     "a call that begins is dropped": EACH.replace("m.tool_calls or []", "([] if loop.first else m.tool_calls) or []"),
     "no tools": EACH.partition("{% for c")[0] + "{% endfor %}",
     "results need their call": "{% for m in messages %}{% if m.role == 'tool' and messages[loop.index0 - 1].role not in "

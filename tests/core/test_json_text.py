@@ -43,14 +43,14 @@ def split(text: str, data: st.DataObject) -> list[str]:
     value=OBJECTS,
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, 2]),
-    behind=st.text(max_size=3),
+    after=st.text(max_size=3),
     data=st.data(),
 )
-def test_an_object_is_taken_as_it_is_written(value: dict[str, Any], ascii_only, indent, behind, data):
+def test_an_object_is_taken_as_it_is_written(value: dict[str, Any], ascii_only, indent, after, data):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
-    for pieces in ([text + behind], list(text + behind), split(text + behind, data)):
+    for pieces in ([text + after], list(text + after), split(text + after, data)):
         taken, left, reader = take(pieces)
-        assert ("".join(taken), left, reader.is_whole) == (text, behind, True)
+        assert ("".join(taken), left, reader.is_whole) == (text, after, True)
 
 
 BITS = [

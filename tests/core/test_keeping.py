@@ -76,7 +76,7 @@ def whole(tokens: int = 8) -> list[int]:
 
 def heir(ring: FakeRing, **options) -> FakeRing:
     """The next ring on the same devices."""
-    return keeping(**{"shelves": ring.shelves, **options})
+    return keeping(**{"kv_writers": ring.kv_writers, **options})
 
 
 def test_chunks_of_a_prompt_and_some_rows_of_an_answer_at_a_time_are_blocks():
@@ -85,7 +85,7 @@ def test_chunks_of_a_prompt_and_some_rows_of_an_answer_at_a_time_are_blocks():
     chain = blocks_of(ring, tokens, [3, 3])
     assert [(each.start, each.end) for each in chain] == [(0, 4), (4, 8), (8, 10), (10, 13), (13, 16)]
     assert kept(ring) == chain
-    for kv_writer, layers in zip(ring.shelves, ring.layers, strict=True):
+    for kv_writer, layers in zip(ring.kv_writers, ring.layers, strict=True):
         assert set(kv_writer.kept) == {each.key for each in chain}
         assert all(kv_writer.holds(each.key, layers) for each in chain)
 
@@ -96,10 +96,10 @@ def test_blocks_of_a_step_are_kept_before_the_next_step():
     steps = []
     while (planned := ring.scheduler.next_step(0)) is not None:
         steps.append((len(planned.tokens), [type(op).__name__ for op in planned.ops]))
-        drawn = {
+        sampled_tokens = {
             each.request: SampledToken(token=9, ends=False) for _, each in ring.scheduler.wants_samples(planned.step)
         }
-        ring.scheduler.commit(planned.step, drawn, 0)
+        ring.scheduler.commit(planned.step, sampled_tokens, 0)
     assert steps == [(4, []), (4, ["KvKeep"]), (2, ["KvKeep"]), (1, ["KvKeep"]), (1, []), (1, [])]
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_kept_without_a_root_or_where_the_ring_keeps_nothing():
     for ring, root in ((keeping(), ""), (keeping(keep_rows=None), ROOT)):
         ring.ask(asked(root=root))
         assert not any(isinstance(event, KvKept | KvForgotten) for event in ring.events)
-        assert not any(kv_writer.kept or kv_writer.flushes for kv_writer in ring.shelves)
+        assert not any(kv_writer.kept or kv_writer.flushes for kv_writer in ring.kv_writers)
 
 
 @pytest.mark.parametrize("replays", [1, 4])
@@ -131,7 +131,7 @@ def test_a_request_resumes_after_its_kept_blocks_and_makes_the_same_blocks(cut):
     assert tokens[:cut] + rest == tokens
     assert finished.completion_tokens == 8
     assert [*chain, *kept(after)] == kept(undisturbed)
-    assert [kv_writer.loaded[:1] for kv_writer in after.shelves] == [[chain[-1].key]] * 3
+    assert [kv_writer.loaded[:1] for kv_writer in after.kv_writers] == [[chain[-1].key]] * 3
     first = chain[-1].end
     assert after.windows[2].steps == [step for step in undisturbed.windows[2].steps if step[0] >= first]
     assert not any(isinstance(event, PromptProgress) and event.reused for event in after.events)
@@ -156,7 +156,7 @@ def test_a_ring_that_drains_keeps_all_that_it_computed_and_the_next_one_computes
     ring.head.submit(asked(tokens=12))
     while len(sampled(ring)) < 5:
         assert ring.move()
-    flushes = [kv_writer.flushes for kv_writer in ring.shelves]
+    flushes = [kv_writer.flushes for kv_writer in ring.kv_writers]
     ring.head.drain()
     while ring.move():
         pass
@@ -164,7 +164,7 @@ def test_a_ring_that_drains_keeps_all_that_it_computed_and_the_next_one_computes
     reported = sampled(ring)
     assert kept(ring)[-1].end == len(PROMPT) + len(reported) - 1
     assert kept(ring) == blocks_of(ring, tokens, [3, kept(ring)[-1].end - 13])
-    assert all(kv_writer.flushes > before for kv_writer, before in zip(ring.shelves, flushes, strict=True))
+    assert all(kv_writer.flushes > before for kv_writer, before in zip(ring.kv_writers, flushes, strict=True))
     after = heir(ring)
     rest, _ = after.ask(asked(sampled=reported, blocks=kept(ring), tokens=12))
     assert reported + rest == tokens
@@ -189,7 +189,7 @@ def test_a_cancel_drops_blocks_that_a_drain_would_keep():
     ring.cancel(1)
     ring.run()
     assert ring.events.count(Drained()) == 1
-    assert ring.shelves[0].flushes == 0
+    assert ring.kv_writers[0].flushes == 0
 
 
 def test_a_new_request_has_all_but_the_last_chunk_of_a_prompt():
@@ -210,7 +210,7 @@ def test_blocks_of_a_prompt_that_its_sequence_has_are_not_loaded():
     ring = keeping()
     ring.ask(asked())
     ring.ask(asked(2, blocks=prompt_blocks(ring.chunking, PROMPT, ROOT)))
-    assert all(kv_writer.loaded == [] for kv_writer in ring.shelves)
+    assert all(kv_writer.loaded == [] for kv_writer in ring.kv_writers)
 
 
 def test_a_request_that_reuses_nothing_loads_nothing():
@@ -246,7 +246,7 @@ def test_a_chain_that_is_not_here_breaks_the_ring_by_its_name():
     ring = keeping()
     tokens, _ = ring.ask(asked())
     chain = kept(ring)
-    ring.shelves[1].forget([chain[1].key])
+    ring.kv_writers[1].forget([chain[1].key])
     after = heir(ring)
     with pytest.raises(RingError, match=f"KV block {chain[3].key}, with layers 2 to 2 up to 13, is not here"):
         after.ask(asked(sampled=tokens[:5], blocks=chain[:4]))
@@ -261,7 +261,7 @@ def test_choices_of_one_prompt_keep_it_once_and_each_reports_it():
     chain = prompt_blocks(ring.chunking, PROMPT, ROOT)
     for request in (1, 2, 3):
         assert kept(ring, request)[:3] == chain
-    assert [ring.shelves[1].kept.count(each.key) for each in chain] == [1, 1, 1]
+    assert [ring.kv_writers[1].kept.count(each.key) for each in chain] == [1, 1, 1]
 
 
 def test_a_request_with_another_root_keeps_the_same_prompt_under_its_own():
@@ -290,14 +290,14 @@ def test_blocks_of_a_cancelled_request_are_forgotten_once_no_window_will_keep_th
     ring.head.submit(asked(tokens=20))
     while len(sampled(ring)) < 4 or not any(ring.links):
         assert ring.move()
-    under_way = [op.block.key for step in ring.head._under_way.values() for op in step.ops if isinstance(op, KvKeep)]
-    assert len(under_way) == 1
+    in_flight = [op.block.key for step in ring.head._under_way.values() for op in step.ops if isinstance(op, KvKeep)]
+    assert len(in_flight) == 1
     ring.cancel(1)
     assert not {key for event in ring.head.news() if isinstance(event, KvForgotten) for key in event.keys} & set(
-        under_way
+        in_flight
     )
     ring.run()
-    assert forgotten(ring) >= set(under_way)
+    assert forgotten(ring) >= set(in_flight)
 
 
 def test_blocks_that_come_with_a_request_are_forgotten_with_it_though_it_never_began():
@@ -337,8 +337,8 @@ def test_a_sequence_is_kept_before_it_has_another_text():
     while not is_over:
         step = made.next_step(0)
         assert step is not None
-        drawn = {each.request: SampledToken(token=9, ends=False) for _, each in made.wants_samples(step.step)}
-        is_over = any(isinstance(event, Finished) for event in made.commit(step.step, drawn, 0))
+        sampled_tokens = {each.request: SampledToken(token=9, ends=False) for _, each in made.wants_samples(step.step)}
+        is_over = any(isinstance(event, Finished) for event in made.commit(step.step, sampled_tokens, 0))
     made.submit(asked(4, [*other[:4], 1, 2]))
     step = made.next_step(0)
     assert step is not None

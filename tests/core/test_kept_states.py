@@ -40,14 +40,14 @@ def written(ring: FakeRing, replica: FakeReplica, prompt: list[int], tokens: int
             pass
     for event in ring.events:
         if isinstance(event, KvKept | KvForgotten):
-            replica.note(event, ring.shelves)
+            replica.note(event, ring.kv_writers)
     return [event.token for event in ring.events if getattr(event, "token", None) is not None]
 
 
-def gone_on(replica: FakeReplica, left: FakeRing, prompt: list[int], sampled: list[int], **options) -> FakeRing:
+def resumed(replica: FakeReplica, left: FakeRing, prompt: list[int], sampled: list[int], **options) -> FakeRing:
     """Another ring on the devices of ``left`` that finishes the completion; checks its text."""
-    ring = ring_of(shelves=left.shelves, **options)
-    replica.move(ring, left.shelves)
+    ring = ring_of(kv_writers=left.kv_writers, **options)
+    replica.move(ring, left.kv_writers)
     asked = generate(1, prompt, sampled=sampled, tokens=TOKENS, root="ann", blocks=replica.chains[1])
     tokens, _ = ring.ask(asked)
     assert sampled + tokens == ring.model.answer(prompt, TOKENS, GREEDY)
@@ -63,21 +63,21 @@ def again(ring: FakeRing, known: int) -> int:
 def test_a_request_resumes_from_its_last_state(tokens):
     replica, ring, prompt = FakeReplica(), ring_of(), text(40)
     sampled = written(ring, replica, prompt, tokens)
-    assert again(gone_on(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= STATE_ROWS + 4
+    assert again(resumed(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= STATE_ROWS + 4
 
 
 def test_a_planned_change_has_nothing_computed_again():
     replica, ring, prompt = FakeReplica(), ring_of(), text(40)
     sampled = written(ring, replica, prompt, 21, drains=True)
-    assert again(gone_on(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) == 0
+    assert again(resumed(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) == 0
 
 
 def test_where_the_last_state_is_lost_the_one_before_serves():
     replica, ring, prompt = FakeReplica(), ring_of(), text(40)
     sampled = written(ring, replica, prompt, 30)
     last = [each for each in replica.chains[1] if each.is_state][-1]
-    ring.shelves[2].forget([last.key])
-    assert again(gone_on(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= 2 * STATE_ROWS + 4
+    ring.kv_writers[2].forget([last.key])
+    assert again(resumed(replica, ring, prompt, sampled), len(prompt) + len(sampled) - 1) <= 2 * STATE_ROWS + 4
 
 
 def test_the_latest_states_of_a_chain_are_kept():
@@ -96,8 +96,8 @@ def test_a_prompt_that_devices_have_is_computed_after_its_last_state():
     chain = [
         each for cells in prompt_blocks(first.chunking, prompt, "ann") for each in (cells, keys.state_behind(cells))
     ]
-    ring = ring_of(shelves=first.shelves)
-    held = keys.to_go_on_from([each for each in chain if ring.shelves[0].holds(each.key, ring.layers[0])][:-2])
+    ring = ring_of(kv_writers=first.kv_writers)
+    held = keys.to_go_on_from([each for each in chain if ring.kv_writers[0].holds(each.key, ring.layers[0])][:-2])
     assert [each.end for each in held if each.is_state] == [32, 48]
     longer = prompt[:50] + text(20, 5)
     tokens, _ = ring.ask(generate(2, longer, root="ann", blocks=held))

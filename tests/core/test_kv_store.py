@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from primad.errors import DiskError
 from primad.kv import keys
-from primad.kv import kv_writer as shelf
+from primad.kv import kv_writer as kv_writer_module
 from primad.kv.cells import CellsError, LayerCells, shape_of
 from primad.kv.kv_writer import KvWriter
 from primad.kv.store import KvStore
@@ -204,11 +204,11 @@ def test_a_block_that_two_processes_forget_at_once_is_gone_when_either_returns(t
     store, removing = KvStore(tmp_path / "cells"), shutil.rmtree
     store.put(FIRST, cells(FIRST, 0))
 
-    def remove_beside(folder):
+    def remove_meanwhile(folder):
         monkeypatch.setattr(shutil, "rmtree", removing)
         raise FileNotFoundError(folder / "taken-meanwhile")
 
-    monkeypatch.setattr(shutil, "rmtree", remove_beside)
+    monkeypatch.setattr(shutil, "rmtree", remove_meanwhile)
     store.forget([FIRST.key])
     assert store.list() == []
 
@@ -318,8 +318,8 @@ class _Slow(KvStore):
 
 
 def test_a_writer_with_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "MAX_WAITING_BYTES", 1000)
-    monkeypatch.setattr(shelf, "PATIENCE_S", 600)
+    monkeypatch.setattr(kv_writer_module, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(kv_writer_module, "PATIENCE_S", 600)
     store = _Slow(tmp_path)
     kept = KvWriter(store)
     kept.keep(FIRST, cells(FIRST, 0))
@@ -386,16 +386,16 @@ def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp
     """A ring that started with them would fail when loading them."""
     part = copied(tmp_path / "other", *cells(FIRST, 4), strange)
     replica = KvStore(tmp_path / "cells")
-    assert replica.add_part(FIRST, part, range(0, 9)) == range(4, 6), "who keeps them for another knows no form"
+    assert replica.add_part(FIRST, part, range(0, 9)) == range(4, 6), "a replica knows no form"
     mine = KvStore(tmp_path / "mine")
     mine.expect([shape_of(each) for each in cells(FIRST, 5, 6)])
     with pytest.raises(CellsError, match="layer 5 have other types or sizes"):
         mine.add_part(FIRST, part, range(0, 9))
     for store in (mine, replica):  # the device now computes these layers
-        shelf = KvWriter(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
+        writer = KvWriter(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
         assert not store.layers(FIRST.key)
-        assert not shelf.chain(FIRST.key, 5, 6)
-        shelf.close()
+        assert not writer.chain(FIRST.key, 5, 6)
+        writer.close()
     replica.add_part(FIRST, copied(tmp_path / "good", *cells(FIRST, 4, 5, 6)), range(0, 9))
     assert replica.layers(FIRST.key) == {4, 5, 6}
 

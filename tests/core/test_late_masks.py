@@ -35,7 +35,7 @@ def ring_of(rounds, tail, batching, looks: int = NEVER, **options) -> FakeRing:
     return ring
 
 
-def until_told(ring: FakeRing, *requests: int) -> None:
+def run_to_the_end(ring: FakeRing, *requests: int) -> None:
     for _ in range(2000):
         ring.move()
     for request in requests:
@@ -47,7 +47,7 @@ def test_others_continue_while_a_mask_is_late(shape):
     ring = ring_of(*shape)
     for request, sampling in ((1, LATE), (2, GREEDY), (3, GREEDY)):
         ring.head.submit(generate(request, [5, request], sampling=sampling))
-    until_told(ring, 2, 3)
+    run_to_the_end(ring, 2, 3)
     assert ring.reported(1) == 0
     assert ring.head.wait_s() == MASKS_LOOK_S, "it is looked for it"
     ring.cancel(1)
@@ -79,7 +79,7 @@ def test_a_request_that_is_held_back_resumes_in_the_next_ring(shape):
     ring.head.drain()
     while ring.move():
         pass
-    assert ring.events[-1] == Drained(), "nothing is told behind it"
+    assert ring.events[-1] == Drained(), "nothing is reported after it"
     reported = [event.token for event in ring.events if isinstance(event, Sampled)]
     following = ring_of(*shape, 50)
     assert reported + following.ask(generate(1, [5, 6], sampled=reported, sampling=LATE))[0] == ring.model.answer(
@@ -100,26 +100,26 @@ def test_drafts_hold_although_each_mask_is_there_only_when_it_is_waited_for():
 
 
 class SlowWords(ByteTokens):
-    """Loads once ``goes_on`` is set."""
+    """Loads once ``may_load`` is set."""
 
-    def __init__(self, goes_on: threading.Event) -> None:
-        goes_on.wait()
+    def __init__(self, may_load: threading.Event) -> None:
+        may_load.wait()
 
 
 def test_a_mask_reports_whether_it_is_ready_and_times_out(monkeypatch):
-    goes_on = threading.Event()
-    mask = GrammarMask(Words(lambda: SlowWords(goes_on)), 'start: "a"', [])
+    may_load = threading.Event()
+    mask = GrammarMask(Words(lambda: SlowWords(may_load)), 'start: "a"', [])
     assert not mask.is_ready(0.0)
-    goes_on.set()
+    may_load.set()
     while not mask.is_ready(0.1):
         pass
     assert mask.allowed().ids.tolist() == [ord("a")]
     mask.release()
     monkeypatch.setattr(masks, "MASK_TIMEOUT_S", 0.0)
-    goes_on.clear()
-    mask = GrammarMask(Words(lambda: SlowWords(goes_on)), 'start: "a"', [])
+    may_load.clear()
+    mask = GrammarMask(Words(lambda: SlowWords(may_load)), 'start: "a"', [])
     assert mask.is_ready(0.0)
     with pytest.raises(GrammarError, match="no token within"):
         mask.allowed()
-    goes_on.set()
+    may_load.set()
     mask.release()

@@ -11,7 +11,7 @@ from primad.ring.messages import Overdue
 from tests.fakes.ring import FakeRing, generate
 
 
-def lap(ring_passes: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> None:
+def complete(ring_passes: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> None:
     ring_passes.left(step, rows, at)
     ring_passes.back(step, at + took)
 
@@ -29,21 +29,21 @@ def test_the_first_ring_pass_has_longer_and_the_first_of_several_rows_the_time_o
 
 def test_the_first_ring_pass_of_several_rows_of_a_quick_ring_has_as_long_as_the_very_first():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.001)
+    complete(ring_passes, 0, at=0, took=0.001)
     ring_passes.left(1, 512, 10.0)
     assert ring_passes.due_s() == 10.0 + FIRST_WAIT_S
 
 
 def test_nothing_is_late_when_nothing_is_out():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.1)
+    complete(ring_passes, 0, at=0, took=0.1)
     assert ring_passes.due_s() == math.inf
     assert ring_passes.overdue(1e9) is None
 
 
 def test_no_ring_pass_is_late_within_the_minimum_wait():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.001)
+    complete(ring_passes, 0, at=0, took=0.001)
     ring_passes.left(1, 1, 5.0)
     assert ring_passes.due_s() == 5.0 + MIN_WAIT_S
     assert ring_passes.overdue(5.99) is None
@@ -52,14 +52,14 @@ def test_no_ring_pass_is_late_within_the_minimum_wait():
 
 def test_slow_ring_passes_have_a_longer_deadline():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=2.0)
+    complete(ring_passes, 0, at=0, took=2.0)
     ring_passes.left(1, 1, 10.0)
     assert ring_passes.due_s() == 10.0 + TIMEOUT_FACTOR * 2.0
 
 
 def test_a_late_ring_pass_is_reported_once_and_at_each_doubling():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.01)
+    complete(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 0.0)
     ring_passes._returned_s = 0.0
     reported = [now for now in range(100) if ring_passes.overdue(float(now)) is not None]
@@ -68,7 +68,7 @@ def test_a_late_ring_pass_is_reported_once_and_at_each_doubling():
 
 def test_a_late_check_reports_a_late_ring_pass_once():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.01)
+    complete(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 1.0)
     assert ring_passes.overdue(101.0) == Overdue(step=1, waited_s=100.0, ring_passes=1)
     assert ring_passes.overdue(101.0) is None
@@ -77,7 +77,7 @@ def test_a_late_check_reports_a_late_ring_pass_once():
 
 def test_a_ring_pass_that_comes_back_is_no_longer_late_and_the_next_one_has_its_own_deadline():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.01)
+    complete(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 0.01)
     assert ring_passes.overdue(1.5) is not None
     ring_passes.back(1, 1.6)
@@ -87,39 +87,39 @@ def test_a_ring_pass_that_comes_back_is_no_longer_late_and_the_next_one_has_its_
 
 def test_a_bad_ring_pass_is_forgotten_in_time():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=5.0)
+    complete(ring_passes, 0, at=0, took=5.0)
     for step in range(1, 60):
-        lap(ring_passes, step, at=step * 10, took=0.01)
+        complete(ring_passes, step, at=step * 10, took=0.01)
     assert ring_passes.expected_s(1) < MIN_WAIT_S / TIMEOUT_FACTOR
 
 
 def test_prefill_is_measured_by_its_rows_and_decode_by_itself():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.5)
+    complete(ring_passes, 0, at=0, took=0.5)
     assert ring_passes.expected_s(512) is None
-    lap(ring_passes, 1, at=10, took=10.5, rows=100)
+    complete(ring_passes, 1, at=10, took=10.5, rows=100)
     assert ring_passes.expected_s(512) == pytest.approx(0.5 + 512 * 0.1)
     assert ring_passes.expected_s(1) == 0.5
 
 
 def test_a_prefill_ring_pass_may_be_quicker_than_a_decode_ring_pass():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.5)
-    lap(ring_passes, 1, at=10, took=0.1, rows=100)
+    complete(ring_passes, 0, at=0, took=0.5)
+    complete(ring_passes, 1, at=10, took=0.1, rows=100)
     assert ring_passes.expected_s(200) == 0.5
 
 
 def test_a_ring_pass_that_waits_for_others_is_not_late_for_that():
     ring_passes = Lateness()
-    lap(ring_passes, 0, at=0, took=0.5)
-    lap(ring_passes, 1, at=10, took=10.5, rows=100)
+    complete(ring_passes, 0, at=0, took=0.5)
+    complete(ring_passes, 1, at=10, took=10.5, rows=100)
     ring_passes.left(2, 100, 100.0)
     ring_passes.left(3, 1, 100.0)
     assert ring_passes.due_s() == pytest.approx(100.0 + TIMEOUT_FACTOR * 10.5)
     ring_passes.back(2, 150.0)
     assert ring_passes.due_s() == pytest.approx(150.0 + TIMEOUT_FACTOR * 0.5)
     ring_passes.back(3, 150.1)
-    assert ring_passes.expected_s(1) == pytest.approx(0.45), "its wait behind the others is not its own"
+    assert ring_passes.expected_s(1) == pytest.approx(0.45), "the time of the others does not count"
 
 
 # ---- in the head ----------------------------------------------------------------------------------------------------

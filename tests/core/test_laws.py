@@ -30,7 +30,7 @@ def write(root: Path, **files: str) -> None:
 @pytest.mark.parametrize(
     "second",
     ["class Plan: ...", "Plan = int | str", "Plan: TypeAlias = int"],
-    ids=["a class", "an alias", "an alias that says so"],
+    ids=["a class", "an alias", "an annotated alias"],
 )
 def test_a_type_name_that_is_defined_twice_is_reported_with_both_places(tmp_path: Path, second: str) -> None:
     write(tmp_path, primad__ring__a="class Plan: ...", solver__halda__b=f"import os\n{second}")

@@ -79,8 +79,8 @@ def device_prediction(name: str, **figures: float) -> DevicePrediction:
     return DevicePrediction(**fields | {"device": name, "each_gpu": ()})
 
 
-def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 0.004) -> Prediction:
-    both = (desk, lap)
+def prediction(desk: DevicePrediction, laptop: DevicePrediction, *, hop_s: float = 0.004) -> Prediction:
+    both = (desk, laptop)
     return Prediction(
         tpot_s=sum(each.compute_s + each.stall_s for each in both) + hop_s,
         ttft_s=1.0,
@@ -126,7 +126,7 @@ def status(
 
 
 AS_PLANNED = {"desk": status(0.02, token_s=0.054), "lap": status(0.03)}
-LAP_SLOW = {"desk": status(0.02, token_s=0.084), "lap": status(0.06)}
+SLOW_LAPTOP = {"desk": status(0.02, token_s=0.084), "lap": status(0.06)}
 
 
 # ---- factors --------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_factor_comes_near_in_a_few_answers_and_stays(wanted):
 
 
 def test_a_slow_device_is_planned_with_slower_from_then_on():
-    verdict = verdict_of(PLAN, PREDICTED, USED, LAP_SLOW)
+    verdict = verdict_of(PLAN, PREDICTED, USED, SLOW_LAPTOP)
     known = learnt(USED, verdict, PLAN, USED)
     assert known.devices["lap"].compute == pytest.approx(1.5)
     assert known.devices["desk"].compute == 1.0
@@ -206,9 +206,9 @@ def test_prompts_that_take_longer_than_planned_are_planned_with_longer():
 def test_prompts_correct_no_device_that_streams_or_was_remeasured():
     streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1),))
     assert prompts(streams, lap=1.8) == USED
-    anew = USED.noted([device("lap", rate=19e9)])
+    remeasured = USED.noted([device("lap", rate=19e9)])
     printed = {"lap": msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=1.0))}
-    assert prompts_learnt(anew, PLAN, QUESTION, USED, printed) == anew
+    assert prompts_learnt(remeasured, PLAN, QUESTION, USED, printed) == remeasured
 
 
 def test_corrections_that_a_plan_already_used_are_not_applied_twice():
@@ -240,8 +240,8 @@ def test_a_negligible_share_of_a_token_corrects_nothing():
 
 
 def test_a_slow_disk_shows_in_the_stall_time():
-    lap = device_prediction("lap", compute_s=0.03, stall_s=0.03, disk_s=0.04, disk_bytes_per_token=1000)
-    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), lap)
+    laptop = device_prediction("lap", compute_s=0.03, stall_s=0.03, disk_s=0.04, disk_bytes_per_token=1000)
+    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), laptop)
     statuses = {
         "desk": status(0.02, token_s=0.124),
         "lap": status(0.03, stall_s=0.07, read_bytes=1000),
@@ -257,14 +257,14 @@ def test_a_slow_disk_shows_in_the_stall_time():
 
 
 def test_a_disk_that_nobody_waits_for_teaches_nothing():
-    lap = device_prediction("lap", compute_s=0.03, disk_s=0.01, disk_bytes_per_token=1000)
-    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), lap)
+    laptop = device_prediction("lap", compute_s=0.03, disk_s=0.01, disk_bytes_per_token=1000)
+    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), laptop)
     statuses = AS_PLANNED | {"lap": status(0.03, read_bytes=10)}
     assert learnt(USED, verdict_of(PLAN, offered_forecast, USED, statuses), PLAN, USED).devices == USED.devices
 
 
 @pytest.mark.parametrize(
-    "lap",
+    "laptop",
     [
         None,
         status(0.06, tokens=MIN_TOKENS - 1),
@@ -275,12 +275,12 @@ def test_a_disk_that_nobody_waits_for_teaches_nothing():
         msgspec.structs.replace(status(0.06), decode=None),
     ],
 )
-def test_a_disturbed_measurement_corrects_nothing(lap):
-    assert verdict_of(PLAN, PREDICTED, USED, LAP_SLOW | {"lap": lap}) is None
+def test_a_disturbed_measurement_corrects_nothing(laptop):
+    assert verdict_of(PLAN, PREDICTED, USED, SLOW_LAPTOP | {"lap": laptop}) is None
 
 
 def test_nothing_is_learnt_without_the_time_of_a_token():
-    assert verdict_of(PLAN, PREDICTED, USED, LAP_SLOW | {"desk": status(0.02)}) is None
+    assert verdict_of(PLAN, PREDICTED, USED, SLOW_LAPTOP | {"desk": status(0.02)}) is None
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------
@@ -290,22 +290,22 @@ def test_a_remeasured_device_starts_without_corrections():
     known = Corrections(devices={"lap": DeviceFactors(stamp=stamp_of(PROFILES[1]), compute=1.5)})
     free = dataclasses.replace(PROFILES[1], ram_available_bytes=1)
     assert known.of(free).compute == 1.5, "what is free is not measured"
-    anew = device("lap", vram=1 << 30, rate=19e9)
-    assert known.apply(anew) == anew
-    assert known.noted([anew]).devices["lap"] == DeviceFactors(stamp=stamp_of(anew))
+    remeasured = device("lap", vram=1 << 30, rate=19e9)
+    assert known.apply(remeasured) == remeasured
+    assert known.noted([remeasured]).devices["lap"] == DeviceFactors(stamp=stamp_of(remeasured))
 
 
 def test_an_answer_of_a_plan_with_older_figures_teaches_nothing_of_that_device():
-    anew = USED.noted([device("lap", rate=19e9)])
-    known = learnt(anew, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
-    assert known.devices == anew.devices
+    remeasured = USED.noted([device("lap", rate=19e9)])
+    known = learnt(remeasured, verdict_of(PLAN, PREDICTED, USED, SLOW_LAPTOP), PLAN, USED)
+    assert known.devices == remeasured.devices
 
 
 def test_corrections_are_kept(tmp_path):
     learning = Learning(tmp_path)
     assert learning.planned(PROFILES) == USED
-    slow = msgspec.structs.replace(LAP_SLOW["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
-    learning.completed(1, dataclasses.replace(FORECAST, question=QUESTION), LAP_SLOW | {"lap": slow})
+    slow = msgspec.structs.replace(SLOW_LAPTOP["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
+    learning.completed(1, dataclasses.replace(FORECAST, question=QUESTION), SLOW_LAPTOP | {"lap": slow})
     assert Learning(tmp_path).corrections == learning.corrections
     assert learning.corrections.devices["lap"].prompts == pytest.approx(1.5)
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
@@ -330,7 +330,7 @@ def test_corrections_are_kept(tmp_path):
 def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
-    learning.completed(1, FORECAST, LAP_SLOW)
+    learning.completed(1, FORECAST, SLOW_LAPTOP)
     file = corrections_file(tmp_path)
     assert b"1.5" in file.read_bytes()
     file.write_bytes(change(file.read_bytes()))
@@ -341,7 +341,7 @@ def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
 def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
     learning = Learning(tmp_path / "gone")
     learning.planned(PROFILES)
-    assert learning.completed(1, FORECAST, LAP_SLOW) is not None
+    assert learning.completed(1, FORECAST, SLOW_LAPTOP) is not None
     assert "cannot save corrections" in caplog.text
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
 
@@ -359,8 +359,8 @@ def test_a_plan_whose_forecast_is_off_is_logged_once_with_the_term(tmp_path, cap
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     with caplog.at_level(logging.WARNING):
-        measured = learning.completed(1, FORECAST, LAP_SLOW)
-        learning.completed(1, FORECAST, LAP_SLOW)
+        measured = learning.completed(1, FORECAST, SLOW_LAPTOP)
+        learning.completed(1, FORECAST, SLOW_LAPTOP)
     assert measured.wrong.term == "compute"
     assert measured.wrong.device == "lap"
     assert not measured.wrong.is_beyond
@@ -368,11 +368,11 @@ def test_a_plan_whose_forecast_is_off_is_logged_once_with_the_term(tmp_path, cap
         "epoch 1: a token takes 84.0 ms, not 54.0 ms as planned; "
         "the worst term is computing on lap: 60.0 ms, not 30.0 ms"
     ]
-    learning.completed(1, FORECAST, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
+    learning.completed(1, FORECAST, SLOW_LAPTOP | {"desk": status(0.05, token_s=0.114)})
     assert len(caplog.records) == 1
-    learning.completed(1, FORECAST, LAP_SLOW | {"desk": status(0.12, token_s=0.184)})
+    learning.completed(1, FORECAST, SLOW_LAPTOP | {"desk": status(0.12, token_s=0.184)})
     assert len(caplog.records) == 2, "it became much worse"
-    learning.completed(2, FORECAST, LAP_SLOW)
+    learning.completed(2, FORECAST, SLOW_LAPTOP)
     assert len(caplog.records) == 3, "another plan"
 
 
@@ -391,18 +391,18 @@ def test_a_difference_beyond_any_factor_is_reported_as_such(tmp_path):
 
 def test_a_plan_by_hand_is_not_compared_with_a_forecast(tmp_path):
     by_hand = Forecast.of(PLAN, model(), None, context_tokens=64)
-    assert Learning(tmp_path).completed(1, by_hand, LAP_SLOW) is None
+    assert Learning(tmp_path).completed(1, by_hand, SLOW_LAPTOP) is None
 
 
 def test_another_plan_is_worth_a_look_once_much_was_learnt_for_sure(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     assert learning.worth_a_plan(1, FORECAST) == set()
-    while learning.completed(1, FORECAST, LAP_SLOW) and not learning.worth_a_plan(1, FORECAST):
+    while learning.completed(1, FORECAST, SLOW_LAPTOP) and not learning.worth_a_plan(1, FORECAST):
         assert learning.corrections.devices["lap"].compute < MAX
     settled = learning.corrections
     assert settled.devices["lap"].compute == pytest.approx(MAX, rel=NEAR)
-    learning.completed(1, FORECAST, LAP_SLOW)
+    learning.completed(1, FORECAST, SLOW_LAPTOP)
     assert learning.corrections == settled
     assert learning.worth_a_plan(1, FORECAST) == set(), "as much was known then"
     assert learning.worth_a_plan(2, FORECAST) == {"lap"}
@@ -446,7 +446,7 @@ async def test_the_value_of_a_plan_includes_later_corrections(tmp_path):
     )
     forecast = dataclasses.replace(FORECAST, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
     before = await planner.value(forecast)
-    learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
+    learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, SLOW_LAPTOP), PLAN, USED)
     assert before < await planner.value(forecast) < 1.5 * before
     del profiles["lap"]
     assert await planner.value(forecast) is None

@@ -62,8 +62,8 @@ class FakeLink:
         return seconds
 
     async def measured(self, *, there: bool) -> LinkProfile:
-        way = await _way(self.exchange, self.round_trip_s, there=there)
-        return _profile("a", "b", "", self.round_trip_s, way)
+        direction = await _way(self.exchange, self.round_trip_s, there=there)
+        return _profile("a", "b", "", self.round_trip_s, direction)
 
 
 @pytest.mark.parametrize("size", [0, 2304, 8 << 10, 16 << 10, 32 << 10, 256 << 10, 4 << 20, 16 << 20])

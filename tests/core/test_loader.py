@@ -34,7 +34,7 @@ ROOM = 4
 
 
 @dataclass
-class House:
+class Household:
     """Devices with ``ROOM`` in all, which carry out the core's decisions when the test lets them."""
 
     state: LoaderState
@@ -48,7 +48,7 @@ class House:
     names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *pinned: str, keep_s: float = 300.0) -> House:
+    def of(cls, *pinned: str, keep_s: float = 300.0) -> Household:
         return cls(LoaderState(keep_s=keep_s, pinned=frozenset(pinned)))
 
     def post(self, event: LoaderEvent) -> None:
@@ -122,185 +122,185 @@ class House:
 
 
 def test_a_request_waits_until_its_model_is_loaded():
-    house = House.of()
-    house.ask(1, "small")
-    assert not house.granted
-    assert house.phase("small") is ModelState.LOADING
-    house.rest()
-    assert house.granted == {1: "small"}
-    house.ask(2, "small")
-    assert house.granted == {1: "small", 2: "small"}
+    household = Household.of()
+    household.ask(1, "small")
+    assert not household.granted
+    assert household.phase("small") is ModelState.LOADING
+    household.rest()
+    assert household.granted == {1: "small"}
+    household.ask(2, "small")
+    assert household.granted == {1: "small", 2: "small"}
 
 
 def test_models_for_which_there_is_room_stay_side_by_side():
-    house = House.of()
-    house.ask(1, "small")
-    house.ask(2, "large")
-    house.rest()
-    assert house.granted == {1: "small", 2: "large"}
+    household = Household.of()
+    household.ask(1, "small")
+    household.ask(2, "large")
+    household.rest()
+    assert household.granted == {1: "small", 2: "large"}
 
 
 def test_the_least_recently_used_model_goes_first_and_one_that_is_used_last():
-    house = House.of()
+    household = Household.of()
     for number, name in enumerate(("small", "medium"), 1):
-        house.ask(number, name)
-        house.rest()
-        house.now += 1
-    house.leave(2)  # the smaller one is older but in use
-    house.ask(3, "large")
-    house.rest()
-    assert house.gone == ["medium"]
-    assert house.granted == {1: "small", 3: "large"}
+        household.ask(number, name)
+        household.rest()
+        household.now += 1
+    household.leave(2)  # the smaller one is older but in use
+    household.ask(3, "large")
+    household.rest()
+    assert household.gone == ["medium"]
+    assert household.granted == {1: "small", 3: "large"}
 
 
 def test_a_model_in_use_is_waited_for_and_later_requests_for_it_queue():
-    house = House.of()
-    house.ask(1, "large")
-    house.rest()
-    house.ask(2, "medium")
-    house.rest()
-    house.ask(3, "large")
-    assert house.granted == {1: "large"}
-    house.leave(1)
-    house.rest()
-    assert house.granted == {2: "medium"}
-    house.leave(2)
-    house.rest()
-    assert house.granted == {3: "large"}
+    household = Household.of()
+    household.ask(1, "large")
+    household.rest()
+    household.ask(2, "medium")
+    household.rest()
+    household.ask(3, "large")
+    assert household.granted == {1: "large"}
+    household.leave(1)
+    household.rest()
+    assert household.granted == {2: "medium"}
+    household.leave(2)
+    household.rest()
+    assert household.granted == {3: "large"}
 
 
 def test_requests_that_never_stop_coming_for_one_model_do_not_starve_another():
-    house = House.of()
-    house.ask(1, "large")
-    house.rest()
-    house.ask(2, "medium")
+    household = Household.of()
+    household.ask(1, "large")
+    household.rest()
+    household.ask(2, "medium")
     for number in range(3, 30):  # one request is always active
-        house.ask(number, "large")
-        house.leave(number - 1 if number > 3 else 1)
-        if house.due:
-            house.work()
-        if 2 in house.granted:
+        household.ask(number, "large")
+        household.leave(number - 1 if number > 3 else 1)
+        if household.due:
+            household.work()
+        if 2 in household.granted:
             break
-    assert 2 in house.granted
+    assert 2 in household.granted
 
 
 def test_two_requests_for_two_models_that_do_not_fit_together_are_both_served():
-    house = House.of()
-    house.ask(1, "large")
-    house.ask(2, "medium")
-    house.rest()
-    assert house.granted == {1: "large"}
-    house.leave(1)
-    house.rest()
-    assert house.granted == {2: "medium"}
+    household = Household.of()
+    household.ask(1, "large")
+    household.ask(2, "medium")
+    household.rest()
+    assert household.granted == {1: "large"}
+    household.leave(1)
+    household.rest()
+    assert household.granted == {2: "medium"}
 
 
 def test_a_pinned_model_stays_and_a_model_that_does_not_fit_next_to_it_is_refused():
-    house = House.of("medium")
-    house.ask(NOBODY, "medium")
-    house.rest()
-    house.wait(1e6)
-    house.ask(1, "large")
-    house.rest()
-    assert house.refused == {1: "too large"}
-    assert house.phase("medium") is ModelState.LOADED
-    assert house.state.of("large").detail == "too large"
+    household = Household.of("medium")
+    household.ask(NOBODY, "medium")
+    household.rest()
+    household.wait(1e6)
+    household.ask(1, "large")
+    household.rest()
+    assert household.refused == {1: "too large"}
+    assert household.phase("medium") is ModelState.LOADED
+    assert household.state.of("large").detail == "too large"
 
 
 def test_after_a_failure_a_request_tries_again():
-    house = House.of()
-    house.ask(1, "huge")
-    house.rest()
-    house.ask(2, "huge")
-    assert house.phase("huge") is ModelState.LOADING
-    house.rest()
-    assert house.refused.keys() == {1, 2}
+    household = Household.of()
+    household.ask(1, "huge")
+    household.rest()
+    household.ask(2, "huge")
+    assert household.phase("huge") is ModelState.LOADING
+    household.rest()
+    assert household.refused.keys() == {1, 2}
 
 
 def test_a_model_is_unloaded_when_it_was_idle_for_the_time_of_the_last_request():
-    house = House.of(keep_s=300.0)
-    house.ask(1, "small")
-    house.rest()
-    house.wait(1000.0)
-    assert house.phase("small") is ModelState.LOADED
-    house.leave(1)
-    assert wake_at(house.state, house.now) == 1300.0
-    house.wait(299.0)
-    assert house.phase("small") is ModelState.LOADED
-    house.wait(1.0)
-    assert house.phase("small") is ModelState.UNLOADED
-    house.ask(2, "small", keep_s=0.0)
-    house.rest()
-    house.leave(2)
-    house.rest()
-    assert house.phase("small") is ModelState.UNLOADED
-    house.ask(3, "small", keep_s=-1.0)
-    house.rest()
-    house.leave(3)
-    house.wait(1e9)
-    assert house.phase("small") is ModelState.LOADED
-    assert wake_at(house.state, house.now) is None
+    household = Household.of(keep_s=300.0)
+    household.ask(1, "small")
+    household.rest()
+    household.wait(1000.0)
+    assert household.phase("small") is ModelState.LOADED
+    household.leave(1)
+    assert wake_at(household.state, household.now) == 1300.0
+    household.wait(299.0)
+    assert household.phase("small") is ModelState.LOADED
+    household.wait(1.0)
+    assert household.phase("small") is ModelState.UNLOADED
+    household.ask(2, "small", keep_s=0.0)
+    household.rest()
+    household.leave(2)
+    household.rest()
+    assert household.phase("small") is ModelState.UNLOADED
+    household.ask(3, "small", keep_s=-1.0)
+    household.rest()
+    household.leave(3)
+    household.wait(1e9)
+    assert household.phase("small") is ModelState.LOADED
+    assert wake_at(household.state, household.now) is None
 
 
 def test_a_load_without_waiters_continues_unless_another_model_is_waited_for():
-    house = House.of()
-    house.ask(1, "large")
-    house.leave(1)
-    house.rest()
-    assert house.phase("large") is ModelState.LOADED
-    house.post(UnloadAsked("large"))
-    house.rest()
-    house.ask(2, "large")
-    house.leave(2)
-    house.ask(3, "small")
-    house.rest()
-    assert house.granted == {3: "small"}
-    assert house.phase("large") is ModelState.UNLOADED
+    household = Household.of()
+    household.ask(1, "large")
+    household.leave(1)
+    household.rest()
+    assert household.phase("large") is ModelState.LOADED
+    household.post(UnloadAsked("large"))
+    household.rest()
+    household.ask(2, "large")
+    household.leave(2)
+    household.ask(3, "small")
+    household.rest()
+    assert household.granted == {3: "small"}
+    assert household.phase("large") is ModelState.UNLOADED
 
 
 def test_a_request_that_leaves_the_queue_releases_its_claim():
-    house = House.of()
-    house.ask(1, "large")
-    house.rest()
-    house.ask(2, "medium")
-    house.rest()
-    house.ask(3, "large")
-    house.leave(2)
-    assert house.granted == {1: "large", 3: "large"}
+    household = Household.of()
+    household.ask(1, "large")
+    household.rest()
+    household.ask(2, "medium")
+    household.rest()
+    household.ask(3, "large")
+    household.leave(2)
+    assert household.granted == {1: "large", 3: "large"}
 
 
 def test_an_unload_waits_for_requests_and_later_ones_load_again():
-    house = House.of()
-    house.ask(1, "small")
-    house.rest()
-    house.post(UnloadAsked("small"))
-    house.ask(2, "small")
-    assert house.phase("small") is ModelState.LOADED
-    house.leave(1)
-    house.rest()
-    assert house.gone == ["small"]
-    assert house.granted == {2: "small"}
+    household = Household.of()
+    household.ask(1, "small")
+    household.rest()
+    household.post(UnloadAsked("small"))
+    household.ask(2, "small")
+    assert household.phase("small") is ModelState.LOADED
+    household.leave(1)
+    household.rest()
+    assert household.gone == ["small"]
+    assert household.granted == {2: "small"}
 
 
 def test_an_unload_stops_a_loading_model_if_nobody_waits():
-    house = House.of()
-    house.ask(NOBODY, "small")
-    house.post(UnloadAsked("small"))
-    house.rest()
-    assert house.phase("small") is ModelState.UNLOADED
-    assert not house.state.queue
+    household = Household.of()
+    household.ask(NOBODY, "small")
+    household.post(UnloadAsked("small"))
+    household.rest()
+    assert household.phase("small") is ModelState.UNLOADED
+    assert not household.state.queue
 
 
 def test_nothing_stays_of_a_model_that_nobody_wants_before_it_has_room():
-    house = House.of()
-    house.ask(1, "medium")
-    house.rest()
-    house.ask(2, "large")
-    house.rest()
-    assert house.phase("large") is ModelState.LOADING
-    house.leave(2)
-    assert house.state.models.keys() == {"medium"}
-    assert house.state.turn is None
+    household = Household.of()
+    household.ask(1, "medium")
+    household.rest()
+    household.ask(2, "large")
+    household.rest()
+    assert household.phase("large") is ModelState.LOADING
+    household.leave(2)
+    assert household.state.models.keys() == {"medium"}
+    assert household.state.turn is None
 
 
 _MOVES = st.lists(
@@ -318,33 +318,33 @@ _MOVES = st.lists(
 
 @given(_MOVES, st.sampled_from([(), ("small",), ("medium",)]))
 def test_every_request_is_served_or_refused_in_the_end(moves, pinned):
-    house, number = House.of(*pinned, keep_s=5.0), NOBODY
+    household, number = Household.of(*pinned, keep_s=5.0), NOBODY
     for move, what, keep_s in moves:
         match move:
             case "ask":
                 number += 1
-                house.ask(number, what, keep_s)
+                household.ask(number, what, keep_s)
             case "load":
-                house.post(ModelAsked(NOBODY, what))
+                household.post(ModelAsked(NOBODY, what))
             case "unload":
-                house.post(UnloadAsked(what))
-            case "leave" if house.names:
-                house.leave(sorted(house.names)[what % len(house.names)])
-            case "work" if house.due:
-                house.work()
+                household.post(UnloadAsked(what))
+            case "leave" if household.names:
+                household.leave(sorted(household.names)[what % len(household.names)])
+            case "work" if household.due:
+                household.work()
             case "wait":
-                house.now += what
-                house.post(TimePassed())
-        assert all(house.phase(name) is ModelState.LOADED for name in house.granted.values())
-        waiting = house.names.keys() - house.granted.keys() - house.refused.keys()
-        assert {each.number for each in house.state.queue} - {NOBODY} == waiting
-    while house.due or house.granted or house.state.queue:
-        assert house.due or house.granted, "nobody is served and nothing is on its way"
-        house.rest()
-        for each in list(house.granted):
-            house.leave(each)
-    for name in house.held:
-        house.post(UnloadAsked(name))
-    house.rest()
-    assert not house.held
-    assert all(each.phase is ModelState.FAILED for each in house.state.models.values())
+                household.now += what
+                household.post(TimePassed())
+        assert all(household.phase(name) is ModelState.LOADED for name in household.granted.values())
+        waiting = household.names.keys() - household.granted.keys() - household.refused.keys()
+        assert {each.number for each in household.state.queue} - {NOBODY} == waiting
+    while household.due or household.granted or household.state.queue:
+        assert household.due or household.granted, "nobody is served and nothing is on its way"
+        household.rest()
+        for each in list(household.granted):
+            household.leave(each)
+    for name in household.held:
+        household.post(UnloadAsked(name))
+    household.rest()
+    assert not household.held
+    assert all(each.phase is ModelState.FAILED for each in household.state.models.values())

@@ -1095,7 +1095,7 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
     assert measures(live(shell, 10.0, "ada", "bo")) == []
     solve(shell)
     form(shell)
-    assert measures(live(shell, SETTLE_S - 1.0, "ada", "bo")) == [], "it has answers to go on with"
+    assert measures(live(shell, SETTLE_S - 1.0, "ada", "bo")) == [], "it has requests to resume"
     assert measures(live(shell, 2.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
 
 

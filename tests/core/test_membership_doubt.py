@@ -246,14 +246,14 @@ def test_the_deadline_of_a_loading_device_is_a_moment_to_wake_at():
 
 def stalls(shell: Shell) -> None:
     """Ada and bo load; the liars claim to load but make no progress."""
-    for name in members_on_their_way(shell) & {"ada", "bo"}:
+    for name in members_being_formed(shell) & {"ada", "bo"}:
         shell.notify(m.Progressed(shell.attempt, name, m.LoadStage.READY, 1.0))
     live(shell, LOAD_STALL_S + 1, "ada", "bo", "liar", "fraud")
 
 
 def goes(shell: Shell) -> None:
     """A liar is lost just before its deadline and returns at once."""
-    liar = max(members_on_their_way(shell) - {"ada", "bo"})
+    liar = max(members_being_formed(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
     shell.notify(m.Lost(liar, "it closed the link"))
     welcome(shell, liar)
@@ -261,14 +261,14 @@ def goes(shell: Shell) -> None:
 
 def leaves(shell: Shell) -> None:
     """A liar asks to leave and returns at once."""
-    liar = max(members_on_their_way(shell) - {"ada", "bo"})
+    liar = max(members_being_formed(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
     shell.notify(m.DeviceLeaving(liar, "its owner ended it"))
     shell.notify(m.Lost(liar, "it left"))
     welcome(shell, liar)
 
 
-def members_on_their_way(shell: Shell) -> set[str]:
+def members_being_formed(shell: Shell) -> set[str]:
     """The members of the ring being formed."""
     assert shell.state.attempt is not None
     return set(shell.state.attempt.members or ())

@@ -122,7 +122,7 @@ def test_memory_of_our_own_process_stays_available_to_plans(tmp_path):
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        assert child.pid in children(), "beside what other tests in this process have started"
+        assert child.pid in children(), "besides those that other tests in this process have started"
         before, with_it, after = memory().available_bytes, available(), memory().available_bytes
         child.communicate(b"\n")
     assert with_it - min(before, after) >= size // 2, "other programs take and free memory meanwhile"

@@ -148,9 +148,9 @@ def test_a_shortage_soon_after_recovery_doubles_the_wait_and_a_later_one_does_no
     for _ in range(8):
         device.available = 1000 * MIB
         device.report_memory_low(100 * MIB)
-        pressed_s = device.now
+        short_since_s = device.now
         device.run(10_000, HAD)
-        waits.append(device.plans[-1][0] - pressed_s)
+        waits.append(device.plans[-1][0] - short_since_s)
         device.now = device.plans[-1][0] + 30.0
     assert waits[:4] == [pytest.approx(WAIT_S * 2**i, abs=2 * LOOK_S) for i in range(4)]
     assert waits[-1] == pytest.approx(MAX_WAIT_S, abs=2 * LOOK_S)

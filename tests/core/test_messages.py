@@ -586,8 +586,8 @@ def test_every_number_of_a_profile_has_bounds():
     for path, number in all_numbers(msgspec.to_builtins(profile)):
         for absurd in (math.nan, math.inf, -1.0, 1e300) if isinstance(number, float) else (-1, 1 << 62):
             data = msgspec.msgpack.decode(encode(a_welcome(profile)))
-            *way, last = "profile", *path
-            functools.reduce(lambda inner, key: inner[key], way, data)[last] = absurd
+            *keys, last = "profile", *path
+            functools.reduce(lambda inner, key: inner[key], keys, data)[last] = absurd
             with pytest.raises(ProtocolError) as refused:
                 cluster.decode_from_worker(msgspec.msgpack.encode(data))
             assert "impossible" in str(refused.value), path

@@ -17,7 +17,7 @@ from primad.gguf.shapes import shape
 from primad.planning.explain import explain
 from primad.planning.question import PlannedDraft, Wishes, ask
 from primad.planning.run_config import DEFAULT_RUN, MAX_SEQUENCES, RunConfig
-from tests.core.test_planned_sequences import House
+from tests.core.test_planned_sequences import PlannedHome
 from tests.fakes.planning import GB, device, model, offloading
 
 NAMES = ("desk", "lap", "nas")
@@ -71,7 +71,7 @@ async def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monk
     left = devices[0].ram_available_bytes - (0 if draft is None else draft.memory_bytes)
     head = devices[0] if left < 0 else replace(devices[0], ram_available_bytes=left)
     here = None if draft is None else replace(draft, head_has_room=left >= 0)
-    house = House(
+    planned_home = PlannedHome(
         monkeypatch,
         tmp_path,
         ram=0,
@@ -81,7 +81,7 @@ async def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monk
         **{field.name: getattr(run, field.name) for field in fields(run)},
     )
     with suppress(PrimadError, Infeasible):
-        served, _ = await house.plan(frozenset(names[1:]))
+        served, _ = await planned_home.plan(frozenset(names[1:]))
     assert (printed is None) == (served is None)
     if printed is None:
         return

@@ -101,8 +101,8 @@ def test_the_last_try_may_still_prove_itself():
     proof = answered(inviter, joiner, 10.0)
     assert inviter.outcome(10.0) is None
     assert inviter.wake_at() == 10.0 + RUN_S
-    reply, who = inviter.receive("a", proof, 11.0)
-    assert who == PI
+    reply, identity = inviter.receive("a", proof, 11.0)
+    assert identity == PI
     assert joiner.receive(reply) == DESK
 
 
@@ -130,8 +130,8 @@ def test_runs_do_not_disturb_each_other():
     joiner = Joiner(CODE, PI)
     proof = answered(inviter, joiner, peer="right")
     wrong_run(inviter, 1.0, peer="wrong")
-    reply, who = inviter.receive("right", proof, 2.0)
-    assert who == PI
+    reply, identity = inviter.receive("right", proof, 2.0)
+    assert identity == PI
     assert joiner.receive(reply) == DESK
 
 
@@ -151,8 +151,8 @@ def test_a_recorded_run_is_worth_nothing_later():
     inviter.forget("a")
     assert inviter.receive("a", proof, 1.0)[1] is None  # the run is over
     inviter.receive("b", joiner.start(), 2.0)
-    reply, who = inviter.receive("b", proof, 2.0)  # another element of the inviter, hence another key
-    assert who is None
+    reply, identity = inviter.receive("b", proof, 2.0)  # another element of the inviter, hence another key
+    assert identity is None
     assert msgspec.msgpack.decode(reply, type=Refuse).why == "wrong"
 
 
@@ -223,13 +223,13 @@ def test_a_device_does_not_pair_with_itself():
 
 
 def test_a_joiner_with_an_invalid_identity_is_refused_though_it_knows_the_code():
-    for who in (
+    for identity in (
         msgspec.structs.replace(PI, device="\x1b[2J"),
         msgspec.structs.replace(PI, key="short"),
         msgspec.structs.replace(PI, cluster=""),
     ):
         with pytest.raises(ProtocolError, match="is invalid"):
-            run(Inviter(CODE, DESK, 0.0), Joiner(CODE, who))
+            run(Inviter(CODE, DESK, 0.0), Joiner(CODE, identity))
 
 
 GARBAGE = {
@@ -269,8 +269,8 @@ def test_elements_that_are_none_count_as_wrong_codes(element: bytes):
     inviter = Inviter(CODE, DESK, 0.0)
     start = Start(protocol=1, version="0", element=element)
     for number in range(MAX_TRIES):
-        reply, who = inviter.receive("a", msgspec.msgpack.encode(start), number)
-        assert who is None
+        reply, identity = inviter.receive("a", msgspec.msgpack.encode(start), number)
+        assert identity is None
         assert isinstance(msgspec.msgpack.decode(reply, type=Refuse), Refuse)
     assert inviter.outcome(MAX_TRIES) is CodeOutcome.BURNT
 

@@ -161,8 +161,8 @@ def test_rows_batched_with_those_after_a_grid_are_rotated_by_their_positions():
         under_test.commit(step.step, samples, 0.0)
     together = [(positions, rope) for positions, rope in found if len(positions) == 2 and positions[0] > positions[1]]
     assert together
-    for (behind, beside), rope in together:
-        assert rope == [*[behind - 3] * 3, 0, *[beside] * 3, 0]
+    for (after, batched), rope in together:
+        assert rope == [*[after - 3] * 3, 0, *[batched] * 3, 0]
     assert ([0, 1], []) in found, "of text alone they are not sent"
 
 

@@ -93,8 +93,8 @@ def test_a_context_is_for_each_of_the_answers_at_once():
 def test_devices_of_one_machine_share_the_free_memory():
     both = question(device("a", ram=8 * GB, host="box"), device("b", ram=8 * GB, host="box"))
     plan = ring(("a", 9), ("b", 10), ("a", 1))
-    apart = replace(both, devices=tuple(replace(each, host=each.device) for each in both.devices))
-    assert widened_context(plan, both).tokens < widened_context(plan, apart).tokens
+    separate = replace(both, devices=tuple(replace(each, host=each.device) for each in both.devices))
+    assert widened_context(plan, both).tokens < widened_context(plan, separate).tokens
     assert "on a and b" in widened_context(plan, both).why
 
 

@@ -41,10 +41,10 @@ def ring_with(predictor: FakePredictor, rounds: Any, drafting: Drafting, **optio
     return FakeRing(rounds, 2, drafting=drafting, predictor=predictor, batching=Batching(replays=8), **options)
 
 
-WAYS = [(ALONE, AT_ONCE), (RING, AT_ONCE), (RING, AHEAD), (RING, BLOCKS)]
+MODES = [(ALONE, AT_ONCE), (RING, AT_ONCE), (RING, AHEAD), (RING, BLOCKS)]
 
 
-@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead", "blocks"])
+@pytest.mark.parametrize(("rounds", "drafting"), MODES, ids=["alone", "ring", "ahead", "blocks"])
 def test_drafts_hold_as_often_as_the_layers_are_right_so_each_token_had_its_own_state(rounds, drafting):
     """Without the state of the previous token a draft of the fake is right once in 64 times."""
     (end,) = finished(ring_with(FakePredictor(1.0), rounds, drafting), [9, 8, 7])
@@ -72,7 +72,7 @@ def test_drafts_after_a_wrong_one_count_neither_as_right_nor_as_wrong(room):
 @pytest.mark.parametrize("seed", range(1, 3))
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("states", [0, 2])
-@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead", "blocks"])
+@pytest.mark.parametrize(("rounds", "drafting"), MODES, ids=["alone", "ring", "ahead", "blocks"])
 def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_late(
     rounds, drafting, states, share, seed
 ):
@@ -101,7 +101,7 @@ def test_cells_are_kept_though_blocks_of_drafts_may_roll_back_before_them(states
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead", "blocks"])
+@pytest.mark.parametrize(("rounds", "drafting"), MODES, ids=["alone", "ring", "ahead", "blocks"])
 def test_drafts_are_sampled_as_tokens_are_so_right_ones_are_accepted_at_any_temperature(rounds, drafting, temperature):
     sampling = msgspec.structs.replace(GREEDY, temperature=temperature, seed=5)
     (end,) = finished(ring_with(FakePredictor(None), rounds, drafting), [9, 8, 7], sampling=sampling)

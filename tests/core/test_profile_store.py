@@ -36,9 +36,9 @@ def raw(tmp_path: Path) -> Raw:
 
 def put(raw: Raw, path: str, value: Any) -> None:
     """Set the value at a dotted path; ``...`` deletes it."""
-    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    *keys, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     at: Any = raw
-    for part in way:
+    for part in keys:
         at = at[part]
     if value is ...:
         del at[last]

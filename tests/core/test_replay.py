@@ -161,7 +161,7 @@ def test_a_ring_drains_and_the_next_one_resumes_without_a_lost_or_doubled_token(
     while first.move():
         assert first.scheduler.in_flight <= begun, "a step was begun after the drain"
     assert first.events.count(Drained()) == 1
-    assert first.events[-1] == Drained(), "something was told after Drained"
+    assert first.events[-1] == Drained(), "something was reported after Drained"
     assert len([event for event in first.events[before:] if isinstance(event, Sampled)]) <= 1
     assert first.scheduler.in_flight == 0
     over = {event.request for event in first.events if isinstance(event, Finished)}

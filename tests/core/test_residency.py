@@ -56,7 +56,7 @@ class Loader:
             assert sum(self.held.values()) <= max(residency.read_ahead_bytes, residency.part_sizes[next(iter(wanted))])
         assert self.held.get(position, 0) == residency.part_sizes[position], "the unit that is computed is in memory"
 
-    def lap(self) -> None:
+    def ring_pass(self) -> None:
         for position in range(len(self._residency.sizes)):
             self.move(position)
 
@@ -64,10 +64,10 @@ class Loader:
 @given(residencies())
 def test_a_ring_pass_reads_each_streamed_unit_once_and_nothing_else(residency):
     loader = Loader(residency)
-    loader.lap()
+    loader.ring_pass()
     for _ in range(3):
         before = loader.read_bytes
-        loader.lap()
+        loader.ring_pass()
         assert loader.read_bytes - before == residency.read_bytes <= residency.streamed_bytes
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_read_when_everything_fits(residency):
     assume(residency.streamed_bytes <= residency.read_ahead_bytes)
     loader = Loader(residency)
     for _ in range(3):
-        loader.lap()
+        loader.ring_pass()
     assert loader.read_bytes == 0
     assert not residency.streams
     assert residency.read_bytes == 0

@@ -148,7 +148,7 @@ def test_a_cancel_at_any_moment_never_disturbs_the_next_request(data, shape):
         ring.head.submit(generate(2, second, tokens=6))
     ring.run()
     assert ring.answer(2)[0] == ring.model.answer(second, 6, GREEDY)
-    assert ring.reported(1) == reported, "something was told of a request after its cancel"
+    assert ring.reported(1) == reported, "something was reported of a request after its cancel"
     if over:
         assert ring.answer(1)[0] == ring.model.answer(first, 6, GREEDY)
 
@@ -458,8 +458,8 @@ def test_a_step_that_is_lost_in_flight_never_leads_to_another_text(data, shape):
     try:
         while ring.move():
             moves -= 1
-            if moves < 0 and not lost and (way := next((link for link in ring.links if link), None)) is not None:
-                way.popleft()
+            if moves < 0 and not lost and (queue := next((link for link in ring.links if link), None)) is not None:
+                queue.popleft()
                 lost = True
     except RingError as exc:
         seen = str(exc)
@@ -702,8 +702,8 @@ batchings = st.builds(
 
 
 @st.composite
-def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[FakeKvWriter] = ()):
-    """Any ring of the layers of ``shape``, on devices with ``shelves`` or without.
+def rings_for_several(draw, shape: Shape, sampling: Sampling, kv_writers: Sequence[FakeKvWriter] = ()):
+    """Any ring of the layers of ``shape``, on devices with ``kv_writers`` or without.
 
     It may differ in concurrency, batches, chunks, pieces and block size. Models with states may have drafts.
     """
@@ -716,10 +716,10 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
     room, block = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 3)]))
-    is_cut_anew, keep_rows = draw(st.booleans()), draw(st.sampled_from([None, 1, 3, 16]))
+    is_cut_again, keep_rows = draw(st.booleans()), draw(st.sampled_from([None, 1, 3, 16]))
     return FakeRing(
-        shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
-        shape.tail if not is_cut_anew else sizes[-1],
+        shape.rounds if not is_cut_again else [sizes[:-1]] if cuts else [],
+        shape.tail if not is_cut_again else sizes[-1],
         rows=rows,
         minimum=min(3, rows),
         depth=draw(st.integers(1, 4)),
@@ -734,7 +734,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
         if states and keep_rows is None and rows >= 3
         else None,
         drafter=knowing(sampling, 0.7),
-        shelves=shelves,
+        kv_writers=kv_writers,
         seed=draw(st.integers(0, 2**32)),
     )
 
@@ -772,7 +772,7 @@ class Service:
         self.texts[request], self.reported[request] = text, []
         self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
         self.owners[request] = self.data.draw(st.sampled_from(["ann", "ben", "cleo"]))
-        devices = list(zip(self.ring.shelves, self.ring.layers, strict=True))
+        devices = list(zip(self.ring.kv_writers, self.ring.layers, strict=True))
         blocks = prompt_blocks(self.ring.chunking, text, root)
         if self.shape.needs_state:
             blocks = [each for cells in blocks for each in (cells, keys.state_behind(cells))]
@@ -784,7 +784,7 @@ class Service:
     def move(self, maximum: int) -> None:
         """Make some moves of the ring."""
         if self.breaks(maximum):
-            self.form(self.ring.shelves)
+            self.form(self.ring.kv_writers)
         self.note()
 
     def breaks(self, maximum: int) -> bool:
@@ -804,7 +804,7 @@ class Service:
             if isinstance(event, Sampled):
                 self.reported[event.request].append(event.token)
             elif isinstance(event, KvKept | KvForgotten):
-                self.replica.note(event, self.ring.shelves)
+                self.replica.note(event, self.ring.kv_writers)
             elif isinstance(event, Finished):
                 self.ends[event.request] = event
                 self.replica.chains.pop(event.request, None)
@@ -820,7 +820,7 @@ class Service:
         self.ring.head.drain()
         assert self.breaks(100_000) or self.ring.events[-1] == Drained()
         self.note()
-        self.form(self.ring.shelves)
+        self.form(self.ring.kv_writers)
 
     def form(self, left: Sequence[FakeKvWriter]) -> None:
         """Form the next ring, on the devices ``left`` of the last one, in any order, and on others."""
@@ -835,7 +835,7 @@ class Service:
 
     def lose(self) -> None:
         """One device loses its part of a block."""
-        kv_writer = self.data.draw(st.sampled_from(self.ring.shelves))
+        kv_writer = self.data.draw(st.sampled_from(self.ring.kv_writers))
         if kv_writer.cells:
             kv_writer.forget([self.data.draw(st.sampled_from(sorted(kv_writer.cells)))])
 
@@ -850,7 +850,7 @@ class Service:
             self.reported[request] = []
         self.ring.run()
         self.note()
-        assert not any(kv_writer.cells for kv_writer in self.ring.shelves), "something is kept that nobody needs"
+        assert not any(kv_writer.cells for kv_writer in self.ring.kv_writers), "something is kept that nobody needs"
 
 
 @settings(rings, max_examples=60)
@@ -863,10 +863,10 @@ def test_concurrent_generations_equal_single_ones_whatever_arrives_leaves_or_bre
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "MIN_TURN", data.draw(st.sampled_from([1, 3])))
-        say_what_each_says_alone(data, shape, sampling)
+        check_equal_to_single(data, shape, sampling)
 
 
-def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
+def check_equal_to_single(data, shape: Shape, sampling: Sampling) -> None:
     service = Service(data, shape, sampling)
     for request in range(1, data.draw(st.integers(1, 7)) + 1):
         begin = data.draw(st.sampled_from([[], *service.texts.values()]))
@@ -878,7 +878,7 @@ def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
             case "cancel":
                 service.cancel(data.draw(st.sampled_from(sorted(service.texts))))
             case "death":
-                service.form([kv_writer for kv_writer in service.ring.shelves if data.draw(st.booleans())])
+                service.form([kv_writer for kv_writer in service.ring.kv_writers if data.draw(st.booleans())])
             case "drain":
                 service.drain()
             case "loss":

@@ -423,12 +423,12 @@ def test_fields_that_choices_share_go_to_the_ring_process_once():
     prompt, bias = list(range(500)), packed_biases((token, 1.0) for token in range(10_000))
     sampling = [replace(GREEDY, logit_bias=bias, seed=seed) for seed in range(128)]
     first = replace(generate(0, [1]), prompt=prompt, reports_begin=True)
-    told = [replace(first, request=each.seed, sampling=each, reports_begin=not each.seed) for each in sampling]
-    told[64:] = [replace(each, prompt=[7, each.request], blocks=[FIRST]) for each in told[64:]]
-    told += [replace(told[1], request=200, priority=3), replace(first, request=201)]
-    commands = [told[0], Cancel(9), *told[1:]]
+    requests = [replace(first, request=each.seed, sampling=each, reports_begin=not each.seed) for each in sampling]
+    requests[64:] = [replace(each, prompt=[7, each.request], blocks=[FIRST]) for each in requests[64:]]
+    requests += [replace(requests[1], request=200, priority=3), replace(first, request=201)]
+    commands = [requests[0], Cancel(9), *requests[1:]]
     sent = [command_decoder.decode(encode(each)) for each in in_few(commands)]
     assert [type(each) for each in sent] == [Generate, Cancel, Choices, Generate, Generate]
-    assert sum(len(encode(each)) for each in sent) < 4 * len(encode(told[0]))
+    assert sum(len(encode(each)) for each in sent) < 4 * len(encode(requests[0]))
     heard = [each for command in sent for each in (command.generates() if isinstance(command, Choices) else [command])]
     assert heard == commands

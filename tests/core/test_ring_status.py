@@ -60,7 +60,7 @@ def predicted(device: str, **figures: float) -> DevicePrediction:
     return DevicePrediction(**fields | {"device": device, "each_gpu": figures.get("each_gpu", ())})
 
 
-LAP = predicted(
+LAPTOP = predicted(
     "lap",
     layers=10,
     read_ahead_bytes=200,
@@ -82,7 +82,7 @@ PREDICTION = Prediction(
     prefill_chunk_s=1.0,
     chunk_rows=512,
     step_rows=512,
-    devices=(DESK, LAP),
+    devices=(DESK, LAPTOP),
     short=(),
 )
 

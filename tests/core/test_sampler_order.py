@@ -10,7 +10,7 @@ from primad.errors import RequestError
 from primad.ring.messages import GREEDY, Sampling
 
 OURS = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
-SAYS_ALL = msgspec.structs.replace(
+SETS_ALL = msgspec.structs.replace(
     GREEDY,
     **{"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repeat_penalty": 1.1, "penalty_tokens": 64},
     **{"typical_p": 0.9, "top_n_sigma": 2.0, "dry_multiplier": 0.5, "dry_tokens": 64, "xtc_probability": 0.5},
@@ -26,15 +26,15 @@ def test_llama_cpps_own_order_is_taken_whole_by_any_of_its_names():
         [name.replace("_", "-") for name in OURS],
         [*OURS, *OURS],
     ):
-        assert in_order(SAYS_ALL, named) == SAYS_ALL
+        assert in_order(SETS_ALL, named) == SETS_ALL
     assert in_order(USUAL, ["temp" if name == "temperature" else name for name in OURS]) == USUAL
 
 
 def test_samplers_that_are_left_out_do_nothing():
-    assert in_order(SAYS_ALL, ["top_k", "top_p", "infill"]) == msgspec.structs.replace(
+    assert in_order(SETS_ALL, ["top_k", "top_p", "infill"]) == msgspec.structs.replace(
         GREEDY, temperature=1.0, top_k=40, top_p=0.9, penalty_tokens=64
     )
-    bare = in_order(SAYS_ALL, [])
+    bare = in_order(SETS_ALL, [])
     assert (bare.temperature, bare.top_k, bare.top_p, bare.min_p, bare.penalises) == (1.0, 0, 1.0, 0.0, False)
 
 
@@ -46,7 +46,7 @@ def test_samplers_that_are_left_out_do_nothing():
         (USUAL, ["xtc", "typ_p", "dry", "penalties", "top_k", "top_p", "min_p", "temperature"]),
         (msgspec.structs.replace(USUAL, temperature=1.0), ["temperature", "top_p", "min_p"]),
         (msgspec.structs.replace(USUAL, temperature=0.0), ["temperature", "top_p", "top_k", "min_p"]),
-        (msgspec.structs.replace(SAYS_ALL, mirostat=2), ["temperature", "top_p", "penalties"]),
+        (msgspec.structs.replace(SETS_ALL, mirostat=2), ["temperature", "top_p", "penalties"]),
     ],
 )
 def test_an_order_that_changes_nothing_is_taken(sampling: Sampling, named: list[str]):
@@ -59,8 +59,8 @@ def test_an_order_that_changes_nothing_is_taken(sampling: Sampling, named: list[
         (USUAL, ["top_p", "top_k"]),
         (USUAL, ["temperature", "top_p"]),
         (USUAL, "tp"),
-        (SAYS_ALL, ["top_k", "penalties"]),
-        (SAYS_ALL, ["temperature", "xtc"]),
+        (SETS_ALL, ["top_k", "penalties"]),
+        (SETS_ALL, ["temperature", "xtc"]),
         (msgspec.structs.replace(USUAL, temperature_range=0.5), ["temperature", "top_k"]),
     ],
 )

@@ -103,15 +103,15 @@ def test_a_prompt_of_whole_chunks_has_no_empty_chunk():
     assert made.next_step(0) is None
 
 
-@pytest.mark.parametrize(("depth", "under_way"), [(1, 1), (2, 3), (3, 4)])
-def test_one_chunk_waits_before_the_devices_of_a_ring_while_nobody_writes(depth, under_way):
+@pytest.mark.parametrize(("depth", "in_flight"), [(1, 1), (2, 3), (3, 4)])
+def test_one_chunk_waits_before_the_devices_of_a_ring_while_nobody_writes(depth, in_flight):
     made = with_prompt(range(40), depth=depth)
-    for _ in range(under_way):
+    for _ in range(in_flight):
         next_step(made)
     assert made.next_step(0) is None
     assert commit(made, 0, None, 0) == [PromptProgress(request=1, tokens=4)]
-    assert next_step(made).step == under_way
-    assert made.in_flight == under_way
+    assert next_step(made).step == in_flight
+    assert made.in_flight == in_flight
 
 
 def test_where_devices_share_cores_one_chunk_is_in_flight_and_decoding_continues():
@@ -481,9 +481,9 @@ def test_a_waiting_owner_gets_a_sequence_of_one_who_has_several_and_the_preempte
     made = owned("a", "a", sequences=2, rows=64, depth=1)
     for _ in range(4):
         commit(made, next_step(made).step, sampled_of(7), 0)
-    under_way = next_step(made)
+    in_flight = next_step(made)
     made.submit(msgspec.structs.replace(generate(3, [3], tokens=2), owner="b"))
-    commit(made, under_way.step, sampled_of(8), 0)
+    commit(made, in_flight.step, sampled_of(8), 0)
     assert finish(made, 3) == [3, 1, 3], "the newest of a is set back, at once since nothing was under way for it"
     again = next_step(made)
     assert (again.requests, len(again.tokens)) == ([2], 40), "its prompt is read again"
@@ -949,7 +949,7 @@ def test_a_copy_is_made_before_its_sequence_has_another_text():
 
 def test_little_that_is_common_in_a_wide_context_is_computed_again():
     made = several(range(40), [*range(36), 50], context=36 * COPIED_CELLS, depth=99)
-    assert requests(made, 4) == [2, 2, 2, 2], "the shorter one is not behind the other"
+    assert requests(made, 4) == [2, 2, 2, 2], "the shorter one does not wait for the other"
 
 
 def test_a_generation_that_reuses_nothing_waits_for_nobody():

@@ -241,7 +241,7 @@ def test_the_tail_of_a_hybrid_attends_and_keeps_a_state_and_other_windows_begin_
     model = shape(name)
     kinds = [[i for i, layer in enumerate(model.layers) if is_one(layer)] for is_one in (cells_of, states_of)]
     assert (model.cut_multiple, model.last_cut) == (1, min(kind[-1] for kind in kinds))
-    behind, widest = model.stand_in, max(map(cells_of, model.layers))
-    assert behind is not None
-    assert (behind.state_bytes, widest % behind.kv_bytes_per_token) == (max(map(states_of, model.layers)), 0)
-    assert 0 < behind.kv_bytes_per_token < widest
+    stand_in, widest = model.stand_in, max(map(cells_of, model.layers))
+    assert stand_in is not None
+    assert (stand_in.state_bytes, widest % stand_in.kv_bytes_per_token) == (max(map(states_of, model.layers)), 0)
+    assert 0 < stand_in.kv_bytes_per_token < widest

@@ -15,8 +15,8 @@ from primad.network.peer import MAX_OF_ONE, Peer
 from primad.trust.identity import new_identity
 from primad.trust.labels import Labels
 
-NAS, LAP, STRANGER, OTHER = (new_identity().public for _ in range(4))
-TRUSTED: Final[Mapping[str, str]] = {NAS: "nas", LAP: "lap"}
+NAS, LAPTOP, STRANGER, OTHER = (new_identity().public for _ in range(4))
+TRUSTED: Final[Mapping[str, str]] = {NAS: "nas", LAPTOP: "lap"}
 GOOD: Final = Peer(
     device="nas",
     cluster="home",
@@ -40,8 +40,8 @@ def sight_of(*announced: Mapping[str, Peer]) -> Sight:
 
 
 def test_a_device_is_called_what_it_is_trusted_as_whatever_it_calls_itself():
-    sight = sight_of({"a": replace(GOOD, device="lap"), "b": replace(GOOD, device="desk", key=LAP)})
-    assert {label: each.key for label, each in sight.devices.items()} == {"nas": NAS, "lap": LAP}
+    sight = sight_of({"a": replace(GOOD, device="lap"), "b": replace(GOOD, device="desk", key=LAPTOP)})
+    assert {label: each.key for label, each in sight.devices.items()} == {"nas": NAS, "lap": LAPTOP}
     assert sight.impostors == []
 
 
@@ -56,7 +56,7 @@ def test_a_device_is_called_what_it_is_trusted_as_whatever_it_calls_itself():
         [{"nas": GOOD}, {"nas": FAKE}, {"nas": replace(FAKE, key=OTHER)}],
         [{"nas": GOOD}, {"nas": replace(FAKE, device="x")}],
     ],
-    ids=["first", "behind", "before", "in its place", "as no worker", "as two", "under another name"],
+    ids=["first", "after", "before", "in its place", "as no worker", "as two", "under another name"],
 )
 def test_a_stranger_does_not_displace_a_device_that_is_trusted(announced):
     sight = sight_of(*announced)
@@ -65,7 +65,7 @@ def test_a_stranger_does_not_displace_a_device_that_is_trusted(announced):
 
 
 def test_two_devices_that_took_one_mdns_name_at_once_are_both_seen():
-    second = replace(GOOD, key=LAP, addresses=("10.0.0.3",))
+    second = replace(GOOD, key=LAPTOP, addresses=("10.0.0.3",))
     sight = sight_of({"nas": GOOD}, {"nas": second}, {"nas": GOOD})
     assert {label: each.places() for label, each in sight.devices.items()} == {
         "nas": [("10.0.0.2", 7770)],
@@ -88,7 +88,7 @@ def test_an_announcement_of_a_trusted_key_elsewhere_adds_a_place_and_hides_none(
         turns = [nas.places(turn) for turn in range(2 * len(nas.peers) // MAX_OF_ONE)]
         assert ("10.0.0.2", 7770) in [place for places in turns for place in places]
         assert max(map(len, turns)) == MAX_OF_ONE
-        assert not nas.is_measuring, "one of them says that it can be greeted"
+        assert not nas.is_measuring, "one of them announces that it can be greeted"
     assert sight_of(*orders[0]).devices["nas"].places()[0] == ("10.0.0.2", 7770)
 
 

@@ -10,8 +10,8 @@ from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.sounds import MAX_SECONDS, check_samples, is_sound
 
 
-def wav(samples=16_000, *, said=None, rate=16_000, kind=1, channels=1, bits=16, frame=None, before=b""):
-    size = 2 * samples if said is None else said
+def wav(samples=16_000, *, stated=None, rate=16_000, kind=1, channels=1, bits=16, frame=None, before=b""):
+    size = 2 * samples if stated is None else stated
     form = struct.pack("<HHIIHH", kind, channels, rate, 0, channels * bits // 8 if frame is None else frame, bits)
     parts = b"WAVE" + struct.pack("<4sI", b"fmt ", 16) + form + before + struct.pack("<4sI", b"data", size)
     return struct.pack("<4sI", b"RIFF", 4 + len(parts) + size) + parts + bytes(2 * samples)
@@ -42,7 +42,7 @@ def test_sounds_of_known_kinds_are_taken(data):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (wav(said=1 << 31), "ends before its sound"),
+        (wav(stated=1 << 31), "ends before its sound"),
         (wav(rate=4_000, samples=4_000 * (MAX_SECONDS + 1)), "lasts 601 s"),
         (wav(samples=0), "lasts 0 s"),
         (wav(samples=100), "0.01 to 600 s"),

@@ -49,7 +49,7 @@ class Oracle(Nothing):
         self._taken = 0
 
     def took(self, token: int) -> None:
-        assert token == self._answer[self._taken], "it is told another text than that of no drafter"
+        assert token == self._answer[self._taken], "it gets another text than without a drafter"
         self._taken += 1
 
     draft_s: float | None = 1e-4

@@ -178,11 +178,11 @@ def test_a_device_has_its_share_on_a_gpu_that_is_quicker():
 
 
 def test_a_gpu_with_less_memory_has_a_smaller_share_and_with_too_little_none():
-    small, least = (all_in_one(question(*with_gpus(8 * GB, size)), 2, None) for size in (2 * GB, GB // 2))
+    small, smallest = (all_in_one(question(*with_gpus(8 * GB, size)), 2, None) for size in (2 * GB, GB // 2))
     assert 1 <= weights(small)["mini"] < weights(small)["desk"]
     assert [rank.on_gpu for rank in small.groups[0]] == [True, True]
-    assert [rank.on_gpu for rank in least.groups[0]] == [True, False]
-    assert weights(least)["mini"] == 1
+    assert [rank.on_gpu for rank in smallest.groups[0]] == [True, False]
+    assert weights(smallest)["mini"] == 1
     too_large = replace(small, groups=(tuple(replace(rank, weight=1) for rank in small.groups[0]),))
     assert [(each.what, each.where) for each in evaluate(too_large, question(*with_gpus(8 * GB, 2 * GB))).short] == [
         ("VRAM", "mini")
@@ -203,7 +203,7 @@ def test_shares_on_gpus_cost_what_those_take_and_a_stop_with_copies_for_each_sum
 
 def test_ranks_on_gpus_of_one_machine_compute_at_once_unless_it_is_the_same_gpu():
     devices = with_gpus(8 * GB, 8 * GB)
-    plan, apart = (
+    plan, separate = (
         all_in_one(question(*devices), 2, None),
         evaluate(all_in_one(question(*devices), 2, None), question(*devices)),
     )
@@ -212,8 +212,8 @@ def test_ranks_on_gpus_of_one_machine_compute_at_once_unless_it_is_the_same_gpu(
         here = [replace(each, host="desk", gpu=replace(each.gpu, id=id)) for each, id in zip(devices, ids, strict=True)]
         return evaluate(plan, question(*here)).compute_s
 
-    assert on_one_machine("CUDA0", "CUDA1") == pytest.approx(apart.compute_s)
-    assert on_one_machine("CUDA0", "CUDA0") > 1.8 * apart.compute_s
+    assert on_one_machine("CUDA0", "CUDA1") == pytest.approx(separate.compute_s)
+    assert on_one_machine("CUDA0", "CUDA0") > 1.8 * separate.compute_s
 
 
 def test_auto_shares_layers_on_gpus_where_these_take_longer_than_sums():
@@ -268,9 +268,9 @@ def test_prompts_over_a_slow_link_come_sooner_where_sums_are_sent_in_16_bits():
 def test_ranks_on_one_machine_share_its_cores_and_memory():
     desk = device("desk", ram=8 * GB)
     two = question(desk, replace(device("mini", ram=8 * GB), host=desk.host))
-    apart = question(desk, device("mini", ram=8 * GB))
+    separate = question(desk, device("mini", ram=8 * GB))
     plan = group(("desk", 1), ("mini", 1))
-    assert evaluate(plan, two).compute_s == pytest.approx(2 * evaluate(plan, apart).compute_s)
+    assert evaluate(plan, two).compute_s == pytest.approx(2 * evaluate(plan, separate).compute_s)
     small = question(device("desk", ram=2 * GB), replace(device("mini", ram=2 * GB), host=desk.host))
     assert any("desk and mini" in short.where for short in evaluate(plan, small).short)
 
@@ -507,9 +507,9 @@ def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():
 def test_a_ring_with_a_group_on_gpus_is_one_that_their_windows_can_be_on():
     names = ("desk", "mini", "nas")
     asked = question(device("desk", rate=4e9), *(device(name, rate=4e9, vram=4 * GB) for name in names[1:]))
-    beside = asked.changed(model=replace(asked.model, beside_values=256))  # inputs on the CPU
+    with_inputs = asked.changed(model=replace(asked.model, beside_values=256))  # inputs on the CPU
     groups = (tuple(Rank(device=name, weight=1, on_gpu=True) for name in names[1:]),)
-    found, none = (ring_of(each, groups, "latency", 3.0) for each in (asked, beside))
+    found, none = (ring_of(each, groups, "latency", 3.0) for each in (asked, with_inputs))
     assert [each.gpu_layers for each in found.prediction.devices if each.device != "desk"] == [
         found.plan.route[1].last - 1
     ] * 2

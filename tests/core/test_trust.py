@@ -208,7 +208,7 @@ def test_nobody_gets_the_name_of_a_device_that_is_trusted(store: TrustStore, loc
 
 def test_a_device_is_a_head_only_by_decision_of_the_owner(store: TrustStore, identity: Identity, local: LocalTrust):
     store.add(trusted_now("pi", PI, PAIRED))
-    assert not store.is_head(PI), "who is not said to be a head is none"
+    assert not store.is_head(PI), "a device without that role is no head"
     store.add(trusted_now("pi", PI, PAIRED, HEAD))
     assert store.is_head(PI)
     store.add(trusted_now("pi", PI, PAIRED, WORKER))
@@ -382,8 +382,8 @@ def test_revocation_wins_over_being_local(store: TrustStore, local: LocalTrust):
         assert store.entries() == []
 
 
-def left_behind(local: LocalTrust, **changes: object) -> Path:
-    """A daemon's note, as if left behind with ``changes``."""
+def leftover(local: LocalTrust, **changes: object) -> Path:
+    """A daemon's note, as if left over with ``changes``."""
     with local.announce("laptop", PI):
         path = next(local.folder.glob("*.json"))
         data = json.loads(path.read_bytes())
@@ -395,31 +395,31 @@ def left_behind(local: LocalTrust, **changes: object) -> Path:
 def test_files_of_a_dead_daemon_are_ignored_and_removed(local: LocalTrust):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(30)
-    path = left_behind(local, pid=ended.pid)
+    path = leftover(local, pid=ended.pid)
     assert not local.knows(PI)
     assert not path.exists()
 
 
 def test_another_process_with_the_same_number_is_not_taken_for_it(local: LocalTrust):
-    path = left_behind(local, created=1.0, since_boot=psutil.boot_time())
+    path = leftover(local, created=1.0, since_boot=psutil.boot_time())
     assert not local.knows(PI)
     assert not path.exists()
 
 
 def test_a_clock_that_was_set_since_changes_nothing(local: LocalTrust):
-    left_behind(local, created=1.0)
+    leftover(local, created=1.0)
     assert local.knows(PI)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff" * 100, b"{}"])
 def test_garbage_in_the_folder_is_not_believed(local: LocalTrust, data: bytes):
-    left_behind(local).write_bytes(data)
+    leftover(local).write_bytes(data)
     assert not local.knows(PI)
     assert local.devices() == []
 
 
 def test_a_note_counts_for_its_own_key_only(local: LocalTrust):
-    path = left_behind(local)
+    path = leftover(local)
     path.rename(path.with_name(f"{key_hex(NAS)}.json"))
     assert not local.knows(NAS)
     assert not local.knows(PI)
@@ -428,7 +428,7 @@ def test_a_note_counts_for_its_own_key_only(local: LocalTrust):
 @POSIX
 @pytest.mark.parametrize("bits", [0o720, 0o702, 0o777])
 def test_a_folder_that_others_can_write_to_is_not_believed(local: LocalTrust, bits: int, caplog):
-    left_behind(local)
+    leftover(local)
     assert local.knows(PI)
     local.folder.chmod(bits)
     assert not LocalTrust(local.folder).knows(PI)
@@ -440,7 +440,7 @@ def test_a_folder_that_others_can_write_to_is_not_believed(local: LocalTrust, bi
 
 @POSIX
 def test_links_and_files_that_others_can_write_to_are_not_believed(local: LocalTrust, tmp_path: Path):
-    path = left_behind(local)
+    path = leftover(local)
     path.chmod(0o666)
     assert not local.knows(PI)
     path.chmod(0o600)
@@ -456,7 +456,7 @@ def test_links_and_files_that_others_can_write_to_are_not_believed(local: LocalT
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="needs root to give a folder away")
 def test_a_folder_of_another_user_is_not_believed(local: LocalTrust):
-    left_behind(local)
+    leftover(local)
     os.chown(local.folder, 12345, -1)
     assert not local.knows(PI)
     os.chown(local.folder, 0, -1)

@@ -40,12 +40,12 @@ def test_many_strangers_are_not_named_and_one_more_is_no_news():
     shell.notify(m.Seen("ada", True))
     for number in range(5):
         shell.notify(m.Seen(f"stranger-{number}", False))
-    said = line(shell)
-    assert said == (
+    shown = line(shell)
+    assert shown == (
         "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile; many untrusted devices are in sight"
     )
     shell.notify(m.Seen("another", False))
-    assert line(shell) == said
+    assert line(shell) == shown
 
 
 def test_a_device_that_refused_is_shown_with_its_reason():

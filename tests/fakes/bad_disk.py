@@ -40,12 +40,12 @@ def is_possible() -> bool:
 
 
 def spoil(file: Path) -> None:
-    """Make all further reads of ``file`` (in the folder behind the mount) fail."""
+    """Make all further reads of ``file`` (in the mounted folder) fail."""
     file.chmod(file.stat().st_mode | stat.S_ISVTX)
 
 
 def is_spoilt(file: Path) -> bool:
-    """Whether ``file`` (in the folder behind the mount) cannot be read."""
+    """Whether ``file`` (in the mounted folder) cannot be read."""
     return bool(file.stat().st_mode & stat.S_ISVTX)
 
 

@@ -188,7 +188,7 @@ class _Window:
         assert end == -1 or end >= len(cells), f"removal up to {end} would leave a hole in {len(cells)} positions"
         if self._model.has_state and 0 < start < len(cells):
             begins, maximum = self._last_step.pop(sequence, start), self._model.options.rollback
-            assert begins < start >= len(cells) - maximum, f"a state behind {len(cells)} cut back to {start}"
+            assert begins < start >= len(cells) - maximum, f"a state after {len(cells)} cut back to {start}"
         del cells[start:]
         self._kept_from[sequence] = min(start, self._kept_from.get(sequence, 0))
 
@@ -197,7 +197,7 @@ class _Window:
         self._check_sequence(sequence)
         cells = self._cells.get(sequence, [])
         assert self._model.has_state, "cells can be cut anywhere: no state is needed"
-        assert 0 < end == len(cells), f"a state behind {end} of {len(cells)} positions"
+        assert 0 < end == len(cells), f"a state after {end} of {len(cells)} positions"
         self._states[number] = sequence, cells[:]
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
@@ -207,7 +207,7 @@ class _Window:
             return
         assert number in self._states, f"state {number} is not kept"
         _, cells = self._states[number]
-        assert end == len(cells), f"state {number} is behind {len(cells)} positions, not {end}"
+        assert end == len(cells), f"state {number} is after {len(cells)} positions, not {end}"
         assert self._cells.get(sequence, [])[:end] == cells, "the state of another text"
         del self._cells[sequence][end:]
         self._kept_from[sequence] = end
@@ -249,7 +249,7 @@ class _Window:
         cells = self._cells.get(sequence, [])
         is_state = self._model.needs_state and start == end
         if is_state:
-            assert 0 < end == len(cells), f"a state behind {end} of {len(cells)} positions"
+            assert 0 < end == len(cells), f"a state after {end} of {len(cells)} positions"
         else:
             assert 0 <= start < end <= len(cells), f"cells {start} to {end} of {len(cells)}"
             is_here = self._model.needs_state or start >= self._kept_from.get(sequence, 0)
@@ -281,7 +281,7 @@ class _Window:
         for block in blocks:
             assert [each.layer for each in block] == list(self.layers), "a block has other layers than the window"
             for each in block:
-                assert each.start == len(histories), f"cells from {each.start} on come behind {len(histories)}"
+                assert each.start == len(histories), f"cells from {each.start} on come after {len(histories)}"
                 assert (each.key_type, each.value_type) == (CELL_TYPE, CELL_TYPE)
                 assert each.values == bytes([each.layer]) * (each.end - each.start), "the cells of another layer"
                 assert each.keys == block[0].keys, "layers of different texts"

@@ -52,14 +52,14 @@ HISTORIES: Final[dict[str, list[Message]]] = {
     "empty answer": [user("user-one"), assistant(""), user("user-two")],
     "call": [system("system-one"), user("user-one"), call("a"), result("result-one")],
     "two calls": [user("user-one"), call("a", "b"), result("result-one"), result("result-two", "b")],
-    "user behind a result": [user("user-one"), call("a"), result("result-one"), user("user-two")],
-    "system behind a result": [system("system-one"), user("user-one"), call("a"), result("result-one"), system("E")],
+    "user after a result": [user("user-one"), call("a"), result("result-one"), user("user-two")],
+    "system after a result": [system("system-one"), user("user-one"), call("a"), result("result-one"), system("E")],
     "open call": [user("user-one"), call("a"), user("user-two")],
     "result of nothing": [user("user-one"), result("result-one"), user("user-two")],
     "last call": [user("user-one"), call("a")],
     "begun by a call": [call("a"), result("result-one"), user("user-one")],
-    "text beside a call": [user("user-one"), call("a", text="text-one"), result("result-one"), user("user-two")],
-    "text beside two calls": [
+    "text next to a call": [user("user-one"), call("a", text="text-one"), result("result-one"), user("user-two")],
+    "text next to two calls": [
         system("system-one"),
         user("user-one"),
         call("a", "b", text="text-one"),

@@ -1,4 +1,4 @@
-"""A KV writer in memory that detects blocks kept twice with other bytes, requested in part, or outside a chain."""
+"""A KV writer in memory that detects blocks kept again with other bytes, requested in part, or outside a chain."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Shell:
             case m.Solve(epoch, candidates, instead):
                 assert self.attempt is None, "two attempts at a time"
                 assert instead in (None, self.serving), "a plan unlike that of a ring that does not serve"
-                assert epoch > max(self.serving or 0, self.candidate_epoch), "an epoch anew"
+                assert epoch > max(self.serving or 0, self.candidate_epoch), "an epoch was used again"
                 self.candidate_epoch = self.attempt = epoch
                 self.candidates, self.solved, self.forming, self.formed = candidates, None, False, False
                 self._check_plan(candidates, barred=barred)
@@ -179,7 +179,7 @@ class Shell:
         for name in state.serving.members if state.serving else ():
             assert state.devices[name].phase in (m.DevicePhase.READY, m.DevicePhase.SUSPECTED), "a gone device serves"
         if state.holding_s is not None:
-            assert state.serving is None, "answers wait beside a ring that serves"
+            assert state.serving is None, "requests wait though a ring serves"
             assert self.now < state.holding_s + state.settings.hold_s, "answers wait too long"
         if state.serving is None and state.has_served and not state.attempt:
             assert self.now < state.retry_at_s, "nobody looks for a ring"

@@ -58,9 +58,9 @@ class FakePredictor:
         for token, state in zip(tokens, states, strict=True):
             text, length = _decoded(state)
             before = self._texts[-1] if self._texts else (0, 0)
-            assert before == (text, length) or before[1] < length, f"a state behind {length} tokens is of another text"
+            assert before == (text, length) or before[1] < length, f"a state after {length} tokens is of another text"
             self._texts.append((follow(text, token), length + 1))
-        assert len(self._texts) <= self.cells, "it has no room for so many rows"
+        assert len(self._texts) <= self.cells, "it has no room for all rows"
 
     def predict(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> tuple[LogitsRow, Hidden]:
         self.calls += 1

@@ -44,7 +44,7 @@ class FakeRingProcess:
             case Report():
                 self.report_line(STATUS)
             case _:
-                raise AssertionError(f"a worker's ring process was told {type(command).__name__}")
+                raise AssertionError(f"a worker's ring process was sent {type(command).__name__}")
         self.commands.append(command)
         async with self._news:
             self._news.notify_all()

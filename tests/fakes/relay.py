@@ -11,7 +11,7 @@ HOST = "127.0.0.1"
 RESETS = struct.pack("ii", 1, 0)
 """A linger time of zero: closing such a socket sends RST and drops unsent data."""
 
-Way = Literal["there", "back"]
+Direction = Literal["there", "back"]
 
 
 class Relay:
@@ -22,7 +22,7 @@ class Relay:
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self._news = asyncio.Condition()
-        self._swallowed: Way | None = None
+        self._swallowed: Direction | None = None
         self._swallowed_bytes = 0
         self.port = 0
 
@@ -36,9 +36,9 @@ class Relay:
         self._server.close()
         self.reset()
 
-    def swallow(self, way: Way) -> None:
+    def swallow(self, direction: Direction) -> None:
         """From now until ``reset``, deliver nothing in this direction."""
-        self._swallowed, self._swallowed_bytes = way, 0
+        self._swallowed, self._swallowed_bytes = direction, 0
 
     async def swallows(self, count: int) -> None:
         """Wait until ``count`` bytes were accepted and not delivered."""
@@ -66,10 +66,10 @@ class Relay:
         finally:
             writer.close()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction) -> None:
         try:
             while data := await reader.read(1 << 16):
-                if self._swallowed == way:
+                if self._swallowed == direction:
                     self._swallowed_bytes += len(data)
                     async with self._news:
                         self._news.notify_all()

@@ -17,8 +17,8 @@ class FakeReplica:
     def __init__(self) -> None:
         self.chains: dict[int, list[KvBlock]] = {}
 
-    def note(self, event: KvKept | KvForgotten, shelves: Iterable[FakeKvWriter]) -> None:
-        """Apply an event of the ring whose devices have ``shelves``."""
+    def note(self, event: KvKept | KvForgotten, kv_writers: Iterable[FakeKvWriter]) -> None:
+        """Apply an event of the ring whose devices have ``kv_writers``."""
         match event:
             case KvKept(request=request, blocks=blocks):
                 assert blocks
@@ -32,7 +32,7 @@ class FakeReplica:
                 for request, chain in self.chains.items():
                     self.chains[request] = [each for each in chain if not (each.is_state and each.key in keys)]
                 leased = {each.key for chain in self.chains.values() for each in chain}
-                for kv_writer in shelves:
+                for kv_writer in kv_writers:
                     kv_writer.forget(set(keys) - leased)
 
     def give(self, generate: Generate) -> None:
@@ -41,15 +41,16 @@ class FakeReplica:
 
     def move(self, ring: FakeRing, others: Iterable[FakeKvWriter]) -> None:
         """Switch to ``ring``: its devices get missing blocks from each other and ``others``; chains end at gaps."""
-        shelves, sources = ring.shelves, [*ring.shelves, *others]
+        kv_writers, sources = ring.kv_writers, [*ring.kv_writers, *others]
         for request, chain in self.chains.items():
-            for kv_writer, layers in zip(shelves, ring.layers, strict=True):
+            for kv_writer, layers in zip(kv_writers, ring.layers, strict=True):
                 for each in chain:
                     kv_writer.fetch(each.key, layers, sources)
-            devices = list(zip(shelves, ring.layers, strict=True))
+            devices = list(zip(kv_writers, ring.layers, strict=True))
             self.chains[request] = up_to_lacking(
-                chain, lambda each, devices=devices: all(shelf.holds(each.key, layers) for shelf, layers in devices)
+                chain,
+                lambda each, devices=devices: all(kv_writer.holds(each.key, layers) for kv_writer, layers in devices),
             )
         needed = {each.key for chain in self.chains.values() for each in chain}
-        for kv_writer in shelves:
+        for kv_writer in kv_writers:
             kv_writer.forget(kv_writer.cells.keys() - needed)

@@ -20,7 +20,7 @@ def calls_in(reported: Iterable[TextPiece]) -> list[tuple[str, Any]]:
         if part.name is not None:
             found.append((part.name, ""))
             whole.append(False)
-        assert not whole[-1], "a call goes on behind its end"
+        assert not whole[-1], "a call continues after its end"
         found[-1], whole[-1] = (found[-1][0], found[-1][1] + part.arguments), part.is_whole
     return [
         (name, json.loads(text) if is_whole else text + CUT)

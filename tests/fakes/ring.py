@@ -103,7 +103,7 @@ class FakeRing:
         keep_rows: int | None = None,
         states: int = 0,
         state_rows: int | None = None,
-        shelves: Sequence[FakeKvWriter] = (),
+        kv_writers: Sequence[FakeKvWriter] = (),
         seed: int = 0,
         step_rows: int = 0,
         drafting: Drafting | None = None,
@@ -179,7 +179,7 @@ class FakeRing:
             )
         )
         self.chunking, self.keep_rows = chunking, keep_rows
-        self.shelves = [*shelves, *(FakeKvWriter() for _ in held)][: len(held)]
+        self.kv_writers = [*kv_writers, *(FakeKvWriter() for _ in held)][: len(held)]
         self.layers = [
             {layer for i, window in enumerate(self.windows) if owners[i] == device for layer in window.layers}
             for device in range(len(held))
@@ -192,11 +192,11 @@ class FakeRing:
             scheduler=self.scheduler,
             step_timeout_s=STEP_TIMEOUT_S,
             clock=lambda: self.now_s,
-            kv_writer=self.shelves[0],
+            kv_writer=self.kv_writers[0],
             predictor=predictor,
         )
         self.workers = [
-            Worker(windows, kv_writer) for windows, kv_writer in zip(held[1:], self.shelves[1:], strict=True)
+            Worker(windows, kv_writer) for windows, kv_writer in zip(held[1:], self.kv_writers[1:], strict=True)
         ]
         self.links: list[deque[tuple[bytes, bytes]]] = [deque() for _ in held]
         self._random = random.Random(seed)
