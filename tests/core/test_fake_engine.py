@@ -146,7 +146,7 @@ def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_els
     window.forward(rows([1, 2, 3]))
     with pytest.raises(AssertionError, match="cut back to 2"):
         window.kv_remove(0, 2, -1)
-    with pytest.raises(AssertionError, match="behind 2 of 3 positions"):
+    with pytest.raises(AssertionError, match="after 2 of 3 positions"):
         window.state_keep(0, 0, 2)
     window.state_keep(4, 0, 3)
     window.forward(rows([7], start=3))
