@@ -25,7 +25,7 @@ ZMTP_CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + b
 ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
 
 
-class House:
+class GatedServer:
     """A gated server with its clients; ``allows`` decides on their keys."""
 
     def __init__(self, allows: Callable[[str], bool]) -> None:
@@ -35,9 +35,9 @@ class House:
         self.server, self.port = listen(self.context, zmq.ROUTER, HOST, None, identity=SERVER)
 
     def client(
-        self, who: Identity = FRIEND, server: str = SERVER.public, port: int | None = None
+        self, identity: Identity = FRIEND, server: str = SERVER.public, port: int | None = None
     ) -> zmq.asyncio.Socket:
-        client = open_socket(self.context, zmq.DEALER, identity=who, server=server)
+        client = open_socket(self.context, zmq.DEALER, identity=identity, server=server)
         self._clients.append(client)
         client.connect(endpoint(HOST, port or self.port))
         return client
@@ -48,14 +48,14 @@ class House:
         self.server.close()
         self.context.destroy(linger=0)
 
-    async def hears(self) -> list[bytes]:
+    async def receive(self) -> list[bytes]:
         """The next message to the server, without the peer."""
         return (await self.server.recv_multipart())[1:]
 
-    async def hears_nothing(self) -> None:
+    async def expect_silence(self) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(NOTHING_S):
-                raise AssertionError(await self.hears())
+                raise AssertionError(await self.receive())
 
     async def serves_its_friend(self) -> None:
         """A new connection of the friend is served, and its message is the next that arrives."""
@@ -69,10 +69,10 @@ class House:
 
 
 @asynccontextmanager
-async def house(*trusted: Identity, allows: Callable[[str], bool] | None = None) -> AsyncIterator[House]:
+async def gated_server(*trusted: Identity, allows: Callable[[str], bool] | None = None) -> AsyncIterator[GatedServer]:
     """A house that trusts the friend and ``trusted``, with a limit on the test's time."""
     keys = {each.public for each in (FRIEND, *trusted)}
-    here = House(allows or keys.__contains__)
+    here = GatedServer(allows or keys.__contains__)
     try:
         async with asyncio.timeout(PATIENCE_S), here.gate:
             yield here
@@ -93,7 +93,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
     return printed
 
 
-async def until_one_ends(
+async def until_first_ends(
     up: Coroutine[Any, Any, None], down: Coroutine[Any, Any, None], *writers: asyncio.StreamWriter
 ) -> None:
     """Run ``up`` and ``down`` until one ends; then cancel the other and abort the connections of ``writers``."""

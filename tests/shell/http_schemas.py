@@ -35,9 +35,9 @@ def second_names() -> list[str]:
     for route in APP.routes:
         if (operations := document.get(route.path)) is None:
             continue
-        said = [{**each, "operationId": None} for each in operations.values()]
-        if known.setdefault(route.endpoint, said) is not said:
-            assert known[route.endpoint] == said, route.path
+        operation = [{**each, "operationId": None} for each in operations.values()]
+        if known.setdefault(route.endpoint, operation) is not operation:
+            assert known[route.endpoint] == operation, route.path
             found.append(route.path)
     return found
 
@@ -63,13 +63,13 @@ for schema in (SCHEMA, SAME):
 class Client(asgi.ASGIClient):
     """An ASGI client without a session's work for each request: cookies, proxies and redirects."""
 
-    def request(self, method: str, url: str, *, timeout: Any = None, **asked: Any) -> requests.Response:
-        said = {key: value for key, value in asked.items() if key in SAID}
-        prepared = requests.Request(method, urljoin(self.base_url, url), **said).prepare()
+    def request(self, method: str, url: str, *, timeout: Any = None, **options: Any) -> requests.Response:
+        operation = {key: value for key, value in options.items() if key in REQUEST_OPTIONS}
+        prepared = requests.Request(method, urljoin(self.base_url, url), **operation).prepare()
         return self.adapter.send(prepared, timeout=timeout)
 
 
-SAID = ("headers", "files", "data", "params", "auth", "cookies", "json")
+REQUEST_OPTIONS = ("headers", "files", "data", "params", "auth", "cookies", "json")
 CLIENT = Client(APP)
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -41,7 +41,7 @@ from primad.settings.config import LOOPBACK
 from primad.trust.identity import load_identity, new_identity
 
 PATIENCE_S = 180.0
-ANSWERS: dict[type, AdminReply] = {
+REPLIES: dict[type, AdminReply] = {
     OpenPairing: PairingCode(code="7-lamp-river", expires_s=600.0, port=4711),
     Leave: Refusal(reason="not now"),
     Pause: Done(text="paused"),
@@ -51,11 +51,11 @@ ANSWERS: dict[type, AdminReply] = {
 
 
 async def handle(request: AdminRequest) -> AdminReply:
-    return ANSWERS[type(request)]
+    return REPLIES[type(request)]
 
 
 @asynccontextmanager
-async def answering(home: Path, handler=handle, **options: float) -> AsyncIterator[None]:
+async def serving(home: Path, handler=handle, **options: float) -> AsyncIterator[None]:
     """A daemon of ``home`` answers during the block."""
     server = asyncio.create_task(AdminServer(load_identity(home), home, handler, **options).run())
     try:
@@ -77,14 +77,14 @@ def port_of(home: Path) -> int:
     return int(json.loads(note_path(home).read_text())["port"])
 
 
-async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S) -> AdminReply:
+async def reply_to(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S) -> AdminReply:
     return await asyncio.to_thread(ask, home, request, timeout_s)
 
 
 async def test_every_request_gets_its_reply(tmp_path):
-    async with answering(tmp_path):
+    async with serving(tmp_path):
         for request in (OpenPairing(), Leave(), Pause(), Resume(), Describe()):
-            assert await asked(tmp_path, request) == ANSWERS[type(request)]
+            assert await reply_to(tmp_path, request) == REPLIES[type(request)]
     assert not is_running(tmp_path)
     assert not note_path(tmp_path).exists()
 
@@ -95,17 +95,17 @@ async def test_a_failure_of_the_daemon_is_a_refusal_and_the_daemon_continues(tmp
             raise ConfigError("paused.json: cannot be written")
         return await handle(request)
 
-    async with answering(tmp_path, handler):
-        assert await asked(tmp_path, Pause()) == Refusal(reason="paused.json: cannot be written")
-        assert await asked(tmp_path, Resume()) == ANSWERS[Resume]
+    async with serving(tmp_path, handler):
+        assert await reply_to(tmp_path, Pause()) == Refusal(reason="paused.json: cannot be written")
+        assert await reply_to(tmp_path, Resume()) == REPLIES[Resume]
 
 
 async def test_a_request_that_takes_too_long_is_a_refusal(tmp_path):
     async def handler(request: AdminRequest) -> AdminReply:
         return await asyncio.get_running_loop().create_future()
 
-    async with answering(tmp_path, handler, timeout_s=0.01):
-        answer = await asked(tmp_path, Leave())
+    async with serving(tmp_path, handler, timeout_s=0.01):
+        answer = await reply_to(tmp_path, Leave())
         assert isinstance(answer, Refusal)
         assert "timed out after 0.01 s" in answer.reason
 
@@ -127,7 +127,7 @@ async def test_the_last_reply_of_an_ending_daemon_arrives(tmp_path):
 
     running = asyncio.create_task(daemon())
     await until_running(tmp_path, running)
-    assert await asked(tmp_path, Leave()) == Done(text="leaves")
+    assert await reply_to(tmp_path, Leave()) == Done(text="leaves")
     await running
     assert ended
 
@@ -135,7 +135,7 @@ async def test_the_last_reply_of_an_ending_daemon_arrives(tmp_path):
 def test_without_a_daemon_the_error_names_the_commands_that_start_one(tmp_path):
     with pytest.raises(ClusterError, match=r"^--home .*: no primad runs with this folder; start 'primad join' or"):
         ask(tmp_path, Describe())
-    assert not list(tmp_path.iterdir()), "asking leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "a request leaves no files"
 
 
 def note(home: Path, **changes: object) -> None:
@@ -194,7 +194,7 @@ def test_an_unresponsive_daemon_is_one_clear_error(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no mode bits")
 async def test_only_the_owner_can_read_the_note(tmp_path):
-    async with answering(tmp_path):
+    async with serving(tmp_path):
         assert stat.S_IMODE(note_path(tmp_path).stat().st_mode) == 0o600
         assert load_identity(tmp_path).secret not in note_path(tmp_path).read_text()
 
@@ -210,15 +210,15 @@ async def test_another_identity_gets_nothing(tmp_path):
         handled.append(request)
         return await handle(request)
 
-    async with answering(home, handler):
+    async with serving(home, handler):
         load_identity(other)
         (other / "run").mkdir()
         shutil.copy(note_path(home), note_path(other))
         with pytest.raises(ClusterError, match="has not answered"):
-            await asked(other, Pause(), 0.3)
+            await reply_to(other, Pause(), 0.3)
         assert await sent_by_stranger(home, load_identity(home).public) is None
         assert handled == []
-        assert await asked(home, Resume()) == ANSWERS[Resume]
+        assert await reply_to(home, Resume()) == REPLIES[Resume]
 
 
 async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
@@ -237,7 +237,7 @@ async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x81\xa4type\xa5Dance"], [b"a", b"b"], [bytes(100_000)]])
 async def test_garbage_is_refused_and_the_daemon_continues(tmp_path, frames):
-    async with answering(tmp_path):
+    async with serving(tmp_path):
         identity = load_identity(tmp_path)
         context = zmq.asyncio.Context()
         try:
@@ -249,4 +249,4 @@ async def test_garbage_is_refused_and_the_daemon_continues(tmp_path, frames):
         finally:
             context.destroy(linger=0)
         assert isinstance(msgspec.msgpack.decode(answer, type=AdminReply), Refusal)
-        assert await asked(tmp_path, Pause()) == ANSWERS[Pause]
+        assert await reply_to(tmp_path, Pause()) == REPLIES[Pause]

@@ -69,9 +69,9 @@ def options(*words: str) -> argparse.Namespace:
 
 
 def test_systems_take_turns_and_the_first_round_does_not_count(tmp_path, capsys):
-    kept = tmp_path / "turns.json"
-    assert execute("turns", BENCH, options("--rounds", "2", "--json", str(kept))) == 0
-    content = read_file(kept)
+    saved = tmp_path / "turns.json"
+    assert execute("turns", BENCH, options("--rounds", "2", "--json", str(saved))) == 0
+    content = read_file(saved)
     assert [row["rounds"] for row in content["rows"]] == [[1, 2], [1, 2]]
     assert content["figures"][0] == {
         "what": "a",
@@ -84,21 +84,21 @@ def test_systems_take_turns_and_the_first_round_does_not_count(tmp_path, capsys)
 
 
 def test_the_command_fails_for_a_failed_row_and_for_an_early_end_and_saves_the_rows_so_far(tmp_path, capsys):
-    kept = tmp_path / "turns.json"
+    saved = tmp_path / "turns.json"
     assert execute("turns", BENCH, options("--rounds", "1", "--fails")) == 1
-    assert execute("turns", BENCH, options("--rounds", "1", "--ends", "--json", str(kept))) == 1
-    assert len(json.loads(kept.read_text())["rows"]) == 2
+    assert execute("turns", BENCH, options("--rounds", "1", "--ends", "--json", str(saved))) == 1
+    assert len(json.loads(saved.read_text())["rows"]) == 2
     assert "tools/bench turns: error: no cgroups" in capsys.readouterr().err
 
 
 def test_figures_are_shown_next_to_saved_ones_of_the_same_name(tmp_path, capsys):
-    kept = tmp_path / "turns.json"
-    execute("turns", BENCH, options("--rounds", "1", "--json", str(kept)))
-    execute("turns", BENCH, options("--rounds", "2", "--against", str(kept)))
+    saved = tmp_path / "turns.json"
+    execute("turns", BENCH, options("--rounds", "1", "--json", str(saved)))
+    execute("turns", BENCH, options("--rounds", "2", "--against", str(saved)))
     assert "a: 1, now 1.5 (+50.0%)" in capsys.readouterr().out
-    kept.write_text("{}")
+    saved.write_text("{}")
     with pytest.raises(LabError, match=r"turns\.json: is no file that tools/bench --json wrote"):
-        execute("turns", BENCH, options("--against", str(kept)))
+        execute("turns", BENCH, options("--against", str(saved)))
 
 
 async def test_resources_of_a_part_end_with_it_and_the_others_stay(tmp_path):

@@ -16,9 +16,9 @@ from tools.lab.drafted import RANDOM, USUAL, samplers
 @pytest.mark.parametrize("sampling", [GREEDY, USUAL, RANDOM])
 def test_a_server_samples_as_a_ring_does(sampling):
     served = TextModel(id="toy", created=0, context_tokens=100, vocabulary=ByteVocabulary())
-    asked = samplers(sampling)
-    found = sampling_of(RawCompletionRequest(prompt=[1], **asked), served, seed=sampling.seed, grammar=None)
-    assert {name: getattr(found, name) for name in asked} == asked
+    fields = samplers(sampling)
+    found = sampling_of(RawCompletionRequest(prompt=[1], **fields), served, seed=sampling.seed, grammar=None)
+    assert {name: getattr(found, name) for name in fields} == fields
     assert msgspec.structs.replace(found, penalty_tokens=0, dry_breakers=sampling.dry_breakers) == sampling
 
 

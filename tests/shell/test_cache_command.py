@@ -217,7 +217,7 @@ def test_expert_usage_is_pruned_with_all_or_by_age(home, filled):
 
 
 @pytest.fixture
-def cells(tmp_path) -> Path:
+def kv_folder(tmp_path) -> Path:
     """A folder with two KV blocks, last used 20 days ago and now."""
     folder = tmp_path / "cells"
     store = KvStore(folder)
@@ -230,26 +230,26 @@ def cells(tmp_path) -> Path:
     return folder
 
 
-def test_list_shows_the_number_and_the_age_of_kv_blocks(home, cells):
+def test_list_shows_the_number_and_the_age_of_kv_blocks(home, kv_folder):
     since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * DAY_S))
-    line = run(home, "list", "--kv-cache", str(cells)).splitlines()[-1]
+    line = run(home, "list", "--kv-cache", str(kv_folder)).splitlines()[-1]
     assert line.startswith("2 blocks of KV cache, 2.")
     assert f"used since {since}" in line
-    reported = json.loads(run(home, "list", "--kv-cache", str(cells), "--json"))["kv"]
-    assert (reported["blocks"], reported["folder"], reported["limit_bytes"]) == (2, str(cells), 4_000_000_000)
+    reported = json.loads(run(home, "list", "--kv-cache", str(kv_folder), "--json"))["kv"]
+    assert (reported["blocks"], reported["folder"], reported["limit_bytes"]) == (2, str(kv_folder), 4_000_000_000)
     assert "KV cells" not in run(home, "list")
     assert json.loads(run(home, "list", "--json"))["kv"] is None
 
 
 @pytest.mark.parametrize("words", [("--older", "10"), ("--all",)], ids=" ".join)
-def test_prune_removes_kv_blocks_except_those_that_may_be_in_use(home, cells, words):
-    arguments = ("prune", *words, "--kv-cache", str(cells))
+def test_prune_removes_kv_blocks_except_those_that_may_be_in_use(home, kv_folder, words):
+    arguments = ("prune", *words, "--kv-cache", str(kv_folder))
     assert "would remove 0 layers and 1 block of KV cache" in run(home, *arguments, "--dry-run")
-    assert len(KvStore(cells).list()) == 2
+    assert len(KvStore(kv_folder).list()) == 2
     assert "removed 0 layers and 1 block of KV cache" in run(home, *arguments)
-    assert len(KvStore(cells).list()) == 1
+    assert len(KvStore(kv_folder).list()) == 1
 
 
-def test_prune_to_a_size_is_about_layers(home, cells):
-    run(home, "prune", "--to", "1GB", "--kv-cache", str(cells))
-    assert len(KvStore(cells).list()) == 2
+def test_prune_to_a_size_is_about_layers(home, kv_folder):
+    run(home, "prune", "--to", "1GB", "--kv-cache", str(kv_folder))
+    assert len(KvStore(kv_folder).list()) == 2

@@ -35,10 +35,10 @@ class Endpoint:
     """Answers each request with the next of ``answers``; ``asked`` has the requests."""
 
     def __init__(self) -> None:
-        self.asked: list[list[dict[str, str]]] = []
+        self.requests: list[list[dict[str, str]]] = []
         self.paths: list[str] = []
-        self.models_asked: list[str | None] = []
-        self.answers: list[tuple[int, bytes]] = []
+        self.requested_models: list[str | None] = []
+        self.replies: list[tuple[int, bytes]] = []
         self.models: tuple[int, bytes] = 200, b'{"data": [{"id": "toy"}]}'
         self.health: tuple[int, bytes] = 200, b'{"detail": "serving with 1 device"}'
         endpoint = self
@@ -54,9 +54,9 @@ class Endpoint:
             def do_POST(self) -> None:
                 endpoint.paths.append(self.path)
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                endpoint.asked.append(body["messages"])
-                endpoint.models_asked.append(body.get("model"))
-                status, content = endpoint.answers.pop(0)
+                endpoint.requests.append(body["messages"])
+                endpoint.requested_models.append(body.get("model"))
+                status, content = endpoint.replies.pop(0)
                 self.send_response(status)
                 self.send_header("content-length", str(len(content) + (not content.endswith((DONE, b"}")))))
                 self.end_headers()
@@ -69,10 +69,10 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def emits(self, *events: bytes, status: int = 200) -> None:
-        self.answers.append((status, b"".join(events)))
+        self.replies.append((status, b"".join(events)))
 
     def contents(self, request: int) -> list[str]:
-        return [each["content"] for each in self.asked[request]]
+        return [each["content"] for each in self.requests[request]]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_another_model_of_the_endpoint_is_chosen_by_name(chat: Types, endpoint: 
     endpoint.emits(event(content="so"), DONE)
     assert chat("Why?") == (0, "so\n", "")
     assert "llama3.2:1b at http" in chat("--model", "llama3.2:1b", lines=("Why?",))[2]
-    assert endpoint.models_asked == [None, "llama3.2:1b"]
+    assert endpoint.requested_models == [None, "llama3.2:1b"]
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):
@@ -208,9 +208,9 @@ def test_an_error_is_printed_and_the_conversation_continues(
 
 
 def test_an_unreachable_head_is_one_clear_error(chat: Types):
-    with socket.socket() as taken:  # bound, but not listening
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as occupied:  # bound, but not listening
+        occupied.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{occupied.getsockname()[1]}"
         expected = f"primad: error: {url}: no response; is 'primad serve' running?\n"
         assert chat("Why?", url=url) == (2, "", expected)
 
@@ -290,7 +290,7 @@ def test_an_unusable_endpoint_fails_before_the_first_question(chat: Types, endpo
     endpoint.models = 404, b"nothing"
     assert "returned 404; is it a primad endpoint?" in chat(lines=never_read)[2]
     assert "no response" in chat(lines=never_read, url="http://127.0.0.1:9")[2]
-    assert endpoint.asked == []
+    assert endpoint.requests == []
 
 
 def test_prompt_progress_is_no_part_of_the_response(chat: Types, endpoint: Endpoint):
@@ -304,7 +304,7 @@ def test_prompt_progress_is_no_part_of_the_response(chat: Types, endpoint: Endpo
 
 def test_an_unknown_command_shows_the_known_ones(chat: Types, endpoint: Endpoint, tmp_path: Path):
     code, out, err = chat(lines=("/sytem x", "/save", f"/save {tmp_path / 'no' / 'where'}", "/system"))
-    assert (code, out, endpoint.asked) == (0, "", [])
+    assert (code, out, endpoint.requests) == (0, "", [])
     assert "/sytem: no such command" in err
     assert "/regenerate" in err
     assert "name the file" in err

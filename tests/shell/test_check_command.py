@@ -170,18 +170,18 @@ def test_plan_names_the_verdict_and_follows_it(command, gemma3, tmp_path):
     home.mkdir()
     for name in ("desk", "laptop"):
         save_profile(profiles / f"{name}.json", device(name, ram=2 * GB // 5), "made up")
-    ask = ("plan", "--model", gemma3, "--devices", profiles, "--home", home, "--context", 512, "--json")
-    assert "not checked: primad check" in json.loads(command(*ask)[1])["checked"]
+    words = ("plan", "--model", gemma3, "--devices", profiles, "--home", home, "--context", 512, "--json")
+    assert "not checked: primad check" in json.loads(command(*words)[1])["checked"]
     code, out, _ = command("check", gemma3, "--json", "--home", home)
     assert code == 0
-    assert "checked bit for bit on" in json.loads(command(*ask)[1])["checked"]
+    assert "checked bit for bit on" in json.loads(command(*words)[1])["checked"]
     header = open_model(gemma3)
     verdict = msgspec.json.decode(out, type=CheckVerdict)
     bad = ForbiddenCut(layers=(1,), why="made up")
     save_verdict(
         home, header, msgspec.structs.replace(verdict, forbidden=(bad,), result="not certified", why="made up")
     )
-    answer = json.loads(command(*ask)[1])
+    answer = json.loads(command(*words)[1])
     assert "not certified" in answer["checked"]
     assert all(window["first"] % 2 == 0 for each in answer["devices"] for window in each["windows"])
     assert model_profile(header).cut_multiple == 1

@@ -44,7 +44,7 @@ DESK, LAMP, ATTIC = (new_identity().public for _ in range(3))
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path, monkeypatch):
+def _isolated(tmp_path, monkeypatch):
     """Hide this user's home folder and the daemons that run here."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
@@ -210,17 +210,17 @@ def test_options_that_serve_refuses(command, served, arguments, named):
 @pytest.fixture
 def daemon(monkeypatch, home):
     """A daemon that answers from the returned dictionary, by type of request."""
-    answers: dict[type, object] = {}
+    replies: dict[type, object] = {}
     home.mkdir()
 
     def ask(folder: Path, request: AdminRequest, timeout_s: float = 5.0) -> object:
         assert folder == home
         assert timeout_s > 0
-        return answers[type(request)]
+        return replies[type(request)]
 
     monkeypatch.setattr(admin, "ask", ask)
     monkeypatch.setattr(admin, "is_running", lambda folder: folder == home)
-    return answers
+    return replies
 
 
 def test_pair_shows_the_code_and_what_to_type(command, daemon):

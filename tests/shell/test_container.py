@@ -45,7 +45,7 @@ def instructions() -> list[list[tuple[str, str]]]:
     return stages
 
 
-def taken(words: list[str]) -> None:
+def check_accepted(words: list[str]) -> None:
     """Assert that ``primad`` accepts these words."""
     command = app.built.commands[words[0]]
     command.make_context(words[0], words[1:])
@@ -70,7 +70,7 @@ def test_the_image_runs_primad_as_a_user_without_rights() -> None:
     last = dict(instructions()[-1])
     assert last["USER"] == "primad"
     assert json.loads(last["ENTRYPOINT"]) == ["primad"]
-    taken(json.loads(last["CMD"]))
+    check_accepted(json.loads(last["CMD"]))
     assert f'PRIMAD_HOME="{last["VOLUME"]}"' in last["ENV"]
 
 
@@ -88,7 +88,7 @@ def test_the_compose_file_has_a_head_and_two_workers_that_primad_can_run(compose
     services = compose["services"]
     assert list(services) == ["head", "worker-1", "worker-2"]
     for service in services.values():
-        taken([VARIABLE.sub("model.gguf", word) for word in service["command"]])
+        check_accepted([VARIABLE.sub("model.gguf", word) for word in service["command"]])
         assert (service["cap_drop"], service["read_only"]) == (["ALL"], True)
         assert {each.partition(":")[0] for each in service["volumes"]} - {"./models"} <= set(compose["volumes"])
     assert (FOLDER / services["head"]["build"]["context"]).resolve() == ROOT

@@ -44,9 +44,9 @@ class Route:
     """The windows of one model between ``cuts``, opened from metadata splits and layer files as a device does.
 
     ``on_gpu``: GPU layers of each window, the last ones, in the tail with the output (None: the output alone).
-    ``prefill_offload``: the GPU computes prompts through the other layers too. ``apart``: experts of GPU layers stay on
-    the CPU. ``extra_buffers``: all windows have them. ``others``: layers on a second GPU, by window. ``predicts``: the
-    tail has the multi-token prediction layer. ``parts``: files written before.
+    ``prefill_offload``: the GPU computes prompts through the other layers too. ``experts_on_cpu``: experts of GPU layers
+    stay on the CPU. ``extra_buffers``: all windows have them. ``others``: layers on a second GPU, by window.
+    ``predicts``: the tail has the multi-token prediction layer. ``parts``: files written before.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Route:
         on_gpu=(),
         *,
         prefill_offload=False,
-        apart=False,
+        experts_on_cpu=False,
         adapters=(),
         extra_buffers=False,
         others=(),
@@ -74,7 +74,12 @@ class Route:
             count = on_gpu[number] if on_gpu else 0
             is_tail = last == layers
             assignment = assigned(
-                last - first, count, is_tail=is_tail, first=first, prefill_offload=prefill_offload, apart=apart
+                last - first,
+                count,
+                is_tail=is_tail,
+                first=first,
+                prefill_offload=prefill_offload,
+                experts_on_cpu=experts_on_cpu,
             )
             assignment = replace(assignment, other_gpus=(others[number],) if others else ())
             files = replace_fields(
@@ -152,14 +157,14 @@ def files_of(metadata, layers, assignment):
     )
 
 
-def assigned(layers, on_gpu, *, is_tail, first=0, prefill_offload=False, apart=False):
+def assigned(layers, on_gpu, *, is_tail, first=0, prefill_offload=False, experts_on_cpu=False):
     """An assignment of ``layers`` layers from ``first`` on: ``on_gpu`` of them on a GPU (None: the output alone), the
     others ``prefill_offload``.
 
-    ``apart``: experts stay on the CPU.
+    ``experts_on_cpu``: experts stay on the CPU.
     """
     output, count = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none", on_gpu or 0
-    window = in_memory(first, first + layers, gpu_layers=count, cpu_experts=count * apart, output=output)
+    window = in_memory(first, first + layers, gpu_layers=count, cpu_experts=count * experts_on_cpu, output=output)
     return replace(window, prefill_offload=prefill_offload)
 
 
@@ -173,12 +178,14 @@ def rows(content, position, sequence=0):
     )
 
 
-def whole_logits(header, on_gpu=0, chunks=(), *, prefill_offload=False, apart=False):
+def whole_logits(header, on_gpu=0, chunks=(), *, prefill_offload=False, experts_on_cpu=False):
     """The prompt and ``DECODED`` greedy tokens as chunks, and the whole model's logits after each.
 
     ``chunks`` of another call are computed instead if given; other arguments are those of ``assigned``.
     """
-    assignment = assigned(layer_count(header), on_gpu, is_tail=True, prefill_offload=prefill_offload, apart=apart)
+    assignment = assigned(
+        layer_count(header), on_gpu, is_tail=True, prefill_offload=prefill_offload, experts_on_cpu=experts_on_cpu
+    )
     files = files_of(header.path, (), assignment)
     predicting = block_count(header) - layer_count(header)
     model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
@@ -245,17 +252,17 @@ def test_concurrent_sequences_have_the_logits_of_single_ones(architecture, tmp_p
     header = read_header(path)
     route = Route(header, cuts_of(header)[0], tmp_path)
     prompts = {1: PROMPT[:50], 3: PROMPT[7:40]}
-    alone = {}
+    single = {}
     for sequence, prompt in prompts.items():
-        alone[sequence] = [route.logits(prompt, 0, sequence), route.logits([9], len(prompt), sequence)]
+        single[sequence] = [route.logits(prompt, 0, sequence), route.logits([9], len(prompt), sequence)]
         for window in route.windows:
             window.kv_remove(sequence, 0, -1)
     for _ in range(2):
-        beside = {sequence: [route.logits(prompt, 0, sequence)] for sequence, prompt in prompts.items()}
+        concurrent = {sequence: [route.logits(prompt, 0, sequence)] for sequence, prompt in prompts.items()}
         for sequence, prompt in prompts.items():
-            beside[sequence].append(route.logits([9], len(prompt), sequence))
-        for sequence, logits in alone.items():
-            assert np.array_equal(logits, beside[sequence]), sequence
+            concurrent[sequence].append(route.logits([9], len(prompt), sequence))
+        for sequence, logits in single.items():
+            assert np.array_equal(logits, concurrent[sequence]), sequence
         for window in route.windows:
             for sequence in prompts:
                 window.kv_remove(sequence, 0, -1)

@@ -147,20 +147,20 @@ async def test_the_longest_name_gets_a_number_too(cluster):
 
 async def test_a_host_that_claims_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
     """A host can claim every name that is probed, so names are not probed."""
-    register, asked = AsyncZeroconf.async_register_service, list[str]()
+    register, requested = AsyncZeroconf.async_register_service, list[str]()
 
-    async def taken(self: AsyncZeroconf, info: AsyncServiceInfo, cooperating_responders: bool = False) -> object:
+    async def name_taken(self: AsyncZeroconf, info: AsyncServiceInfo, cooperating_responders: bool = False) -> object:
         if not cooperating_responders:
-            asked.append(info.name)
+            requested.append(info.name)
             raise NonUniqueNameException
         return await register(self, info, cooperating_responders=True)
 
-    monkeypatch.setattr(AsyncZeroconf, "async_register_service", taken)
+    monkeypatch.setattr(AsyncZeroconf, "async_register_service", name_taken)
     sight = Sight()
     async with device() as desk, device() as viewer:
         name = await announce(desk, cluster, cluster)
         assert name.startswith(f"{cluster}-")
-        assert len(asked) == discovery_module.TRIES
+        assert len(requested) == discovery_module.TRIES
         await viewer.browse(sight.changed)
         await sight.wait(lambda: set(sight.of(cluster)) == {name})
 
@@ -283,18 +283,18 @@ async def test_mdns_replies_are_requested_by_multicast_for_all_programs_of_a_mac
     Other tests announce and look at the same time, so both devices here use a service type of their own.
     """
     service = f"_t-{cluster[-12:]}._tcp.local."
-    asked: list[DNSQuestion] = []
+    requested: list[DNSQuestion] = []
     sight = Sight()
     async with device(service=service) as desk, device(service=service) as viewer:
         await announce(desk, cluster, cluster)
         with overheard() as packets:
             await viewer.browse(sight.changed)
             async with asyncio.timeout(PATIENCE_S):
-                while not asked or not sight.of(cluster):
+                while not requested or not sight.of(cluster):
                     await asyncio.sleep(0.1)
                     questions = [question for packet in packets() for question in packet.questions]
-                    asked.extend(question for question in questions if service in question.name)
-    assert [question for question in asked if question.unicast] == []
+                    requested.extend(question for question in questions if service in question.name)
+    assert [question for question in requested if question.unicast] == []
 
 
 async def test_a_device_is_not_announced_again_after_its_goodbye(cluster):
@@ -322,11 +322,11 @@ def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
         ear.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
 
         def packets() -> list[DNSIncoming]:
-            heard = []
+            received = []
             with suppress(BlockingIOError):
                 while True:
-                    heard.append(DNSIncoming(ear.recv(9000)))
-            return heard
+                    received.append(DNSIncoming(ear.recv(9000)))
+            return received
 
         yield packets
 

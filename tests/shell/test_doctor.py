@@ -61,9 +61,9 @@ def run(*arguments: str):
 
 @pytest.mark.slow
 def test_this_machine_is_examined(tmp_path):
-    begin = time.monotonic()
+    started = time.monotonic()
     result = run("--home", str(tmp_path / "home"), "--json")
-    note("examined", time.monotonic() - begin)
+    note("examined", time.monotonic() - started)
     found = json.loads(result.stdout)
     assert {
         "system",
@@ -147,11 +147,11 @@ async def test_devices_in_sight_are_checked_for_version_and_trust(tmp_path, clus
         await sofa.announce(f"{cluster}-b", cluster=cluster, role="head", version="99.1", port=8, key=other)
         await sofa.set_pairing(7, 4242)
         checks = {"devices": CHECKS["devices"]}
-        asked = subject(tmp_path, cluster=cluster, trusts=lambda key: key == mine)
+        examined = subject(tmp_path, cluster=cluster, trusts=lambda key: key == mine)
         judged: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
             while not all(any(f"{cluster}-{each} is" in text for text in judged) for each in "ab"):
-                found = await examine(asked, checks, PATIENCE_S)  # on a busy machine a reply may be late
+                found = await examine(examined, checks, PATIENCE_S)  # on a busy machine a reply may be late
                 judged = [it.text for it in found if it.check == "trust"]
     finally:
         await desk.close()

@@ -66,9 +66,9 @@ def test_padding_of_a_vocabulary_is_no_difference(tmp_path, served):
     assert draft_model(path, served, context=100, threads=1).context == 100
 
 
-def options(**given: Any) -> ServeOptions:
-    run = RunConfig(draft_on=given.pop("draft_on", None))
-    return cast("ServeOptions", SimpleNamespace(run=run, **({"draft": None} | given)))
+def options(**fields: Any) -> ServeOptions:
+    run = RunConfig(draft_on=fields.pop("draft_on", None))
+    return cast("ServeOptions", SimpleNamespace(run=run, **({"draft": None} | fields)))
 
 
 def test_a_draft_model_without_room_here_runs_elsewhere_unless_it_must_run_here(tmp_path, served):
@@ -81,9 +81,9 @@ def test_a_draft_model_without_room_here_runs_elsewhere_unless_it_must_run_here(
         SimpleNamespace(report_line=printed.append),
     )
 
-    def found(free_bytes: int, **given: Any) -> tuple[bool, bool]:
-        asked = options(**({"draft": path, "single_device": False} | given))
-        model, has_room = draft_of(asked, cast("Any", config), served, cast("Any", reporter), free_bytes)
+    def found(free_bytes: int, **fields: Any) -> tuple[bool, bool]:
+        serve_options = options(**({"draft": path, "single_device": False} | fields))
+        model, has_room = draft_of(serve_options, cast("Any", config), served, cast("Any", reporter), free_bytes)
         return model is not None, has_room
 
     assert found(memory_bytes) == (True, True)

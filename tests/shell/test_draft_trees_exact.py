@@ -67,14 +67,14 @@ def test_a_token_of_a_branch_has_the_logits_of_a_single_one(smollm2: Path):
     try:
         end = len(text)
 
-        def alone(*tokens: int) -> np.ndarray:
+        def single_logits(*tokens: int) -> np.ndarray:
             model.forward(rows(tokens, range(end, end + len(tokens)), [[0]] * len(tokens)))
             found = model.logits(len(tokens) - 1).copy()
             model.kv_remove(0, end, -1)
             return found
 
         model.forward(rows(text, range(end), [[0]] * end))
-        first, second = alone(28, 260, 411), alone(28, 339)
+        first, second = single_logits(28, 260, 411), single_logits(28, 339)
         model.kv_copy(0, 1, end)
         model.forward(rows([28, 260, 339, 411], [end, end + 1, end + 1, end + 2], [[0, 1], [0], [1], [0]]))
         for found, expected in ((model.logits(3), first), (model.logits(2), second)):
@@ -84,7 +84,7 @@ def test_a_token_of_a_branch_has_the_logits_of_a_single_one(smollm2: Path):
         model.forward(rows([411], [end + 2], [[0]]))
         behind = model.logits(0).copy()
         model.kv_remove(0, end, -1)
-        check_alike(behind, alone(28, 339, 411))
+        check_alike(behind, single_logits(28, 339, 411))
     finally:
         model.release()
 
@@ -93,19 +93,19 @@ class Known(Nothing):
     """Knows the text: its first draft is right at two of three places, its second elsewhere."""
 
     def __init__(self, answer: Sequence[int]) -> None:
-        self._answer, self._taken = answer, 0
+        self._answer, self._accepted = answer, 0
 
     def took(self, token: int) -> None:
-        self._taken += 1
+        self._accepted += 1
 
     def propose(self, drafts: Sequence[int]) -> DraftToken | None:
-        at = self._taken + len(drafts)
+        at = self._accepted + len(drafts)
         if at >= len(self._answer):
             return None
         return DraftToken(token=self._answer[at] if at % 3 else 1, sure=0.6)
 
     def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
-        at = self._taken + len(drafts)
+        at = self._accepted + len(drafts)
         return [DraftToken(token=self._answer[at], sure=0.3)] if at < len(self._answer) else []
 
 
@@ -121,11 +121,11 @@ def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int
             context=CONTEXT, chunking=chunks_of(64), depth=1, drafting=drafting, drafter=lambda _: Known(known or ())
         )
     )
-    taken: list[int] = []
+    merges: list[int] = []
     copy = model.kv_copy
 
     def copied(source: int, target: int, end: int) -> None:
-        taken.extend([source] if target == 0 else [])
+        merges.extend([source] if target == 0 else [])
         copy(source, target, end)
 
     model.kv_copy = copied  # type: ignore[method-assign]
@@ -148,12 +148,12 @@ def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int
             reported += [event.token for event in outcome.events if isinstance(event, Sampled)]
     finally:
         model.release()
-    return reported, steps, len(taken)
+    return reported, steps, len(merges)
 
 
 def test_the_text_is_that_without_trees_and_branches_become_part_of_it(smollm2: Path):
     expected, steps, _ = answer(smollm2, None)
-    found, fewer, taken = answer(smollm2, expected)
+    found, fewer, merges = answer(smollm2, expected)
     assert found == expected
-    assert taken > 3
+    assert merges > 3
     assert fewer < steps / 2

@@ -103,12 +103,12 @@ async def test_a_crash_is_one_error_and_the_next_request_succeeds(smollm2):
     async with embedding(smollm2) as service:
         before = await service.embed(["Hello"], INPUT)
         os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
-        asked = asyncio.create_task(service.embed(["Hello"], INPUT))
+        pending = asyncio.create_task(service.embed(["Hello"], INPUT))
         for _ in range(20):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         os.kill(service.pid, signal.SIGKILL)
         with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):
-            await asked
+            await pending
         assert await service.embed(["Hello"], INPUT) == before
         leaving = asyncio.create_task(service.embed(["sea " * 2000] * 9, INPUT))
         await asyncio.sleep(0)
@@ -121,9 +121,9 @@ async def test_a_crash_is_one_error_and_the_next_request_succeeds(smollm2):
         assert status["alive"]
         assert status["rss_bytes"] > 1 << 20
         assert (status["tokens"] > 0, status["compute_s"] > 0) == (True, True)
-        asked = [service.embed(["Hello"], INPUT) for _ in range(MAX_WAITING + 1)]
-        *answered, refused = await asyncio.gather(*asked, return_exceptions=True)
-        assert answered == [before] * MAX_WAITING
+        pending = [service.embed(["Hello"], INPUT) for _ in range(MAX_WAITING + 1)]
+        *results, refused = await asyncio.gather(*pending, return_exceptions=True)
+        assert results == [before] * MAX_WAITING
         assert isinstance(refused, RequestError)
         assert (refused.status, refused.code) == (429, "queue_full")
 
@@ -187,14 +187,14 @@ class Process:
     """An embedding process that answers at once; each vector contains the text itself."""
 
     def __init__(self, monkeypatch) -> None:
-        self.is_alive, self.pid, self.asked = True, 0, []
+        self.is_alive, self.pid, self.tasks = True, 0, []
 
         async def load(service):
             service._child = self
             return EmbedderReady(width=1, max_text_tokens=512, bytes=0)
 
         async def ask(service, task):
-            self.asked.append(task)
+            self.tasks.append(task)
             await asyncio.sleep(0)
             if isinstance(task, CheckTexts):
                 wrong = [index for index, text in enumerate(task.texts) if not text]
@@ -216,9 +216,9 @@ async def test_callers_take_turns_however_many_requests_each_has(tmp_path, monke
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="waiting already"):
             await service.embed(["a"], INPUT, owner="a")
-        before = len(process.asked)
+        before = len(process.tasks)
         assert await service.embed(["b"], INPUT, owner="b") == ([b"b"], 1)
-        assert len(process.asked) - before <= 5, "one of a and one of b in turn"
+        assert len(process.tasks) - before <= 5, "one of a and one of b in turn"
         for task in greedy:
             task.cancel()
         await asyncio.wait(greedy)
@@ -229,6 +229,6 @@ async def test_many_texts_are_counted_in_batches_and_named_by_their_index_in_the
     process, texts = Process(monkeypatch), ["x" * (CHECKED_CHARS // 2)] * 5
     async with embedding(tmp_path / "none.gguf") as service:
         assert await service.embed(texts, INPUT) == ([text.encode() for text in texts], 5)
-        assert [len(task.texts) for task in process.asked if isinstance(task, CheckTexts)] == [2, 2, 1]
+        assert [len(task.texts) for task in process.tasks if isinstance(task, CheckTexts)] == [2, 2, 1]
         with pytest.raises(RequestError, match=r"^input\[4\]: is empty"):
             await service.embed([*texts[:4], ""], INPUT)

@@ -115,7 +115,7 @@ def test_an_encoder_of_an_unsupported_type_is_refused_by_name_everywhere(command
         encoder_file(unknown, model, None)
     found, line = encoder_file(AUTO, model, None)
     assert (found.path, line.startswith(f"no pictures: {unknown}: it has the type 'cogvlm'")) == (None, True)
-    assert f"cannot be used: {unknown.name}: it has the type 'cogvlm'" in found.lacks, "clients are told no folders"
+    assert f"cannot be used: {unknown.name}: it has the type 'cogvlm'" in found.lacks, "clients get no folders"
     code, out, err = command("models", "--models", tmp_path, "--json")
     assert code == 0
     (listed,) = json.loads(out)

@@ -67,13 +67,13 @@ class Model:
             return set(range(-(-first // PAGE), last // PAGE))
         return set(range(first // PAGE, -(-last // PAGE)))
 
-    def held(self) -> set[tuple[int, int]]:
+    def in_pool(self) -> set[tuple[int, int]]:
         return {(layer, int(n)) for layer in range(LAYERS) for n in np.flatnonzero(self.loader.pool.held(layer))}
 
     def check(self) -> None:
         """Assert that held experts are locked to their last page and others are not."""
         with self.loader._condition:
-            locked, held = self.locked(), self.held()
+            locked, held = self.locked(), self.in_pool()
             for layer in range(LAYERS):
                 for number in range(COUNT):
                     if (layer, number) in held and (layer, number) not in self.loader._arriving:
@@ -100,17 +100,17 @@ def picks(*numbers: int) -> np.ndarray:
 
 def test_experts_in_the_pool_are_locked_and_those_that_leave_it_are_not(tmp_path):
     with running(tmp_path / "w", 6) as model:
-        assert len(model.held()) == 6
+        assert len(model.in_pool()) == 6
         model.check()
         for numbers in ((0, 1), (6, 7), (3, 4), (6, 7), (2, 5)):
             for layer in range(LAYERS):
                 model.loader.pick(layer, picks(*numbers))
-                assert {(layer, n) for n in numbers} <= model.held()
+                assert {(layer, n) for n in numbers} <= model.in_pool()
                 model.check()
             model.loader.depart(range(LAYERS))
             model.check()
         model.loader.resize(2 * EXPERT)
-        assert len(model.held()) <= 2
+        assert len(model.in_pool()) <= 2
         model.check()
 
 
@@ -119,7 +119,7 @@ def test_the_system_does_not_evict_locked_experts(tmp_path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(model.address), ctypes.c_size_t(len(model.map)), 4)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for layer, number in model.held():
+        for layer, number in model.in_pool():
             slices = model.loader._slices[layer][0]
             assert slices.missing()[number] == 0
 
@@ -127,7 +127,7 @@ def test_the_system_does_not_evict_locked_experts(tmp_path):
 def test_nothing_is_locked_without_the_option(tmp_path):
     with running(tmp_path / "w", 6, lock=False) as model:
         model.loader.pick(0, picks(6, 7))
-        assert model.held()
+        assert model.in_pool()
         assert model.locked() == set()
 
 
@@ -161,7 +161,7 @@ def test_an_expert_that_must_leave_while_it_is_read_is_released_after_the_read(t
     for layer in loader._slices:
         for tensor in layer:
             tensor.find()
-    leaving = next(iter(model.held()))
+    leaving = next(iter(model.in_pool()))
     loader.resize(4 * EXPERT if stays else 0)
     done: list[object] = []
     monkeypatch.setattr(loader, "_read_at_once", lambda experts: done.append(("read", *experts)) or EXPERT)

@@ -258,7 +258,7 @@ def test_only_picked_experts_are_read_and_no_other_is_touched(tmp_path, monkeypa
             before = loader.asked_bytes
             assert np.array_equal(run.logits(tokens), logits)
             if number == 0:
-                assert {layer for layer, _ in watch.picked} == {0, 1, 2, 3}, "every layer told its router's choice"
+                assert {layer for layer, _ in watch.picked} == {0, 1, 2, 3}, "every layer reported its router's choice"
                 continue
             assert len(watch.picked) == 4 * 2
             missed = watch.picked - held  # some of those may have been evicted within the step
@@ -330,7 +330,7 @@ def test_a_router_that_was_not_reported_costs_page_faults_once(tmp_path):
             absent = ~run.experts.pool.held(layer)
             assert absent.any()
             assert memory[layer][absent].mean() < 0.5, "what was read by faults is given back"
-        assert not run.model._tap, "and all nodes are asked about again"
+        assert not run.model._tap, "callbacks for all nodes are on again"
         run.model._tap._routers = routers
         same(run, steps[5:])
         assert run.experts._reported == set()

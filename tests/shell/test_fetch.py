@@ -129,7 +129,7 @@ async def running(
 
 
 @asynccontextmanager
-async def answering(context: zmq.asyncio.Context, answer: Answer, device: str = "liar") -> AsyncIterator[Contact]:
+async def replying_with(context: zmq.asyncio.Context, answer: Answer, device: str = "liar") -> AsyncIterator[Contact]:
     """A source that answers each request with the frames of ``answer(request)``, or not at all."""
     identity = new_identity()
     router, port = listen(context, zmq.ROUTER, "127.0.0.1", None, identity=identity)
@@ -302,11 +302,11 @@ async def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
 async def test_two_sources_share_the_work(layers, cache):
     """Neither sends anything before the other is asked as well."""
     logs: tuple[list[int], list[int]] = ([], [])
-    asked = (threading.Event(), threading.Event())
+    requested = (threading.Event(), threading.Event())
 
     def meet(own: int) -> None:
-        asked[own].set()
-        assert asked[1 - own].wait(PATIENCE_S)
+        requested[own].set()
+        assert requested[1 - own].wait(PATIENCE_S)
 
     async with (
         links() as context,
@@ -380,7 +380,7 @@ async def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cac
     with caplog.at_level(logging.WARNING, "primad.layers.fetch"):
         async with (
             links() as context,
-            answering(context, honest(layers, lie)) as liar,
+            replying_with(context, honest(layers, lie)) as liar,
             served(context, layers, stop=wait_left_out) as source,
         ):
             await fetch(context, [liar, source], layers, cache)
@@ -396,7 +396,7 @@ async def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
     stalling = judge_silence(monkeypatch)
     async with (
         links() as context,
-        answering(context, honest(layers, silent=True)) as stalled,
+        replying_with(context, honest(layers, silent=True)) as stalled,
         served(context, layers) as source,
     ):
         stalling.add(stalled.key)
@@ -406,8 +406,8 @@ async def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
 
 async def test_an_unreachable_source_does_not_matter_if_another_has_all_layers(layers, cache):
     async with links() as context, served(context, layers) as source:
-        gone = here("gone", new_identity().public, 1)
-        await fetch(context, [gone, source], layers, cache)
+        vanished = here("gone", new_identity().public, 1)
+        await fetch(context, [vanished, source], layers, cache)
     whole(cache, layers)
 
 
@@ -416,7 +416,7 @@ async def test_an_unreachable_source_does_not_matter_if_another_has_all_layers(l
 
 async def refusal(answer: Answer, layer: LayerCut, cache: LayerCache, **timings: float) -> ClusterError:
     """The error of fetching ``layer`` from a source with these replies."""
-    async with links() as context, answering(context, answer) as source:
+    async with links() as context, replying_with(context, answer) as source:
         with pytest.raises(ClusterError) as caught:
             await fetch(context, [source], [layer], cache, **timings)
     assert "\n" not in str(caught.value)
@@ -529,11 +529,11 @@ async def test_a_source_that_falls_silent_is_given_up(layers, cache):
 async def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
-        gone = here("gone", new_identity().public, reserved.getsockname()[1])
+        vanished = here("gone", new_identity().public, reserved.getsockname()[1])
 
         async def once() -> None:
             async with links() as context:
-                await fetch(context, [gone], layers[:1], cache, **PATIENT)
+                await fetch(context, [vanished], layers[:1], cache, **PATIENT)
 
         with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
             await once()
@@ -565,23 +565,23 @@ async def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache):
 
 
 async def test_only_a_few_chunks_are_requested_at_a_time(layers, cache):
-    asked: list[int] = []
+    requested: list[int] = []
     enough = asyncio.Event()
 
     def answer(request: TransferRequest) -> Reply:
         if not isinstance(request, FetchChunk):
             return honest(layers)(request)
-        asked.append(request.offset // CHUNK_BYTES)
-        if len(asked) == transfer.UNDER_WAY:
+        requested.append(request.offset // CHUNK_BYTES)
+        if len(requested) == transfer.UNDER_WAY:
             enough.set()
         return None
 
-    async with links() as context, answering(context, answer) as source:
+    async with links() as context, replying_with(context, answer) as source:
         task = asyncio.create_task(fetch(context, [source], [layers[2]], cache))
         await enough.wait()
         assert not (await asyncio.wait([task], timeout=0.3))[0]
         await ended(task)
-    assert asked == list(range(transfer.UNDER_WAY))
+    assert requested == list(range(transfer.UNDER_WAY))
 
 
 async def test_chunks_that_arrived_before_a_stop_are_not_sent_again(layers, cache, tmp_path):
@@ -616,7 +616,7 @@ async def test_layers_that_are_complete_stay_when_another_fails(layers, cache):
             return [encode(NoChunk(digest=request.digest, offset=request.offset, reason="gone"))]
         return honest(layers)(request)
 
-    async with links() as context, answering(context, answer) as source:
+    async with links() as context, replying_with(context, answer) as source:
         with pytest.raises(ClusterError, match=f"layer {layers[1].ref().digest[:12]} cannot be fetched"):
             await fetch(context, [source], layers[:2], cache)
     assert missing(cache, [layer.ref() for layer in layers[:2]]) == [layers[1].ref()]
@@ -684,7 +684,7 @@ GARBAGE = {
     "nested without end": [b"\x91" * 100_000],
     "too many layers": [encode(AskPresent(digests=[""] * 5000))],
 }
-ASKS = {
+IMPOSSIBLE = {
     "a negative offset": {"offset": -1},
     "an offset behind the end": {"offset": 1 << 62},
     "no size": {"size": 0},
@@ -698,7 +698,7 @@ async def test_garbage_for_the_server_is_refused_with_a_line_and_others_are_serv
     await _send_then_fetch(layers, cache, caplog, frames)
 
 
-@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
+@pytest.mark.parametrize("ask", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 async def test_an_impossible_request_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, ask):
     request = {"digest": layers[0].ref().digest, "offset": 0, "size": 1} | ask
     await _send_then_fetch(layers, cache, caplog, [encode(FetchChunk(**request))])
@@ -775,20 +775,20 @@ async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog)
             links(lambda key: True) as context,
             running(context, slow, "head", complain_every_s=1000.0) as source,
         ):
-            grabbing, asking = _client(context, source, greedy), _client(context, source, modest)
+            grabbing, patient_client = _client(context, source, greedy), _client(context, source, modest)
             for _ in range(20 * REQUESTS_WAITING):
                 await grabbing.send(encode(FetchChunk(digest=ref.digest, offset=0, size=CHUNK_BYTES)))
             while not lines():  # queries are answered while all readers are busy
-                await asking.send(encode(AskPresent(digests=[ref.digest])))
-                assert await asking.recv_multipart() == [encode(Present(held=[True]))]
-            await asking.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
-            await asking.send(encode(AskPresent(digests=[ref.digest])))
-            await asking.recv_multipart()  # so the request before it is queued
+                await patient_client.send(encode(AskPresent(digests=[ref.digest])))
+                assert await patient_client.recv_multipart() == [encode(Present(held=[True]))]
+            await patient_client.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
+            await patient_client.send(encode(AskPresent(digests=[ref.digest])))
+            await patient_client.recv_multipart()  # so the request before it is queued
             released.set()
-            _, data = await asking.recv_multipart()
+            _, data = await patient_client.recv_multipart()
             assert data == layers[2].read(CHUNK_BYTES, 8)
             grabbing.close()
-            asking.close()
+            patient_client.close()
     assert len(lines()) == 1
     assert 1 in log[: READS_AT_ONCE + 2], "its turn came after those that were being read"
     assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
@@ -834,48 +834,48 @@ async def test_a_layer_is_requested_once(layers, cache):
 # ---- abandoned hashing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["in the cache", "in the model"])
-async def test_stopping_waits_for_the_hash_of_one_chunk_and_not_of_the_layer(layers, cache, monkeypatch, what):
+@pytest.mark.parametrize("place", ["in the cache", "in the model"])
+async def test_stopping_waits_for_the_hash_of_one_chunk_and_not_of_the_layer(layers, cache, monkeypatch, place):
     big = layers[2]
     put(cache, big)
     again = LayerCache(cache.path(big.ref().digest).parent)  # it has not scanned the folder yet
     fresh = dataclasses.replace(big, known=None)
-    begun, may_go_on, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest
+    started, may_continue, hashed, digest = threading.Event(), threading.Event(), [], layers_module.chunk_digest
 
     def slowly(chunk: bytes | memoryview) -> bytes:
-        begun.set()
-        assert may_go_on.wait(PATIENCE_S)
+        started.set()
+        assert may_continue.wait(PATIENCE_S)
         hashed.append(len(chunk))
         return digest(chunk)
 
     monkeypatch.setattr(layers_module, "chunk_digest", slowly)
-    work = missing_layers(again, [big.ref()]) if what == "in the cache" else hash_in_thread(fresh.hashed, None)
+    work = missing_layers(again, [big.ref()]) if place == "in the cache" else hash_in_thread(fresh.hashed, None)
     waiting = asyncio.create_task(work)
-    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    assert await asyncio.to_thread(started.wait, PATIENCE_S)
     waiting.cancel()
     await asyncio.sleep(0)
     assert not waiting.done(), "nothing is read any more once it ended"
-    may_go_on.set()
+    may_continue.set()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     assert len(hashed) == 1
-    if what == "in the cache":
+    if place == "in the cache":
         assert again.has(big.ref()), "what was not read whole is not damaged"
 
 
 async def test_an_error_that_nobody_awaits_any_more_is_not_logged():
     """The waiter is cancelled twice, as a task of a group that ends is."""
-    begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
+    started, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
 
     def fails() -> None:
-        begun.set()
+        started.set()
         assert may_fail.wait(PATIENCE_S)
         raise DiskError("the disk is full")
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     others = asyncio.all_tasks()
     waiting = asyncio.create_task(in_thread(fails))
-    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    assert await asyncio.to_thread(started.wait, PATIENCE_S)
     waiting.cancel()
     await asyncio.sleep(0)
     waiting.cancel()

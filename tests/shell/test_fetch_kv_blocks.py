@@ -35,16 +35,16 @@ from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.fakes.kv_cache import cells_of
 from tests.fakes.layers import here
-from tests.shell.test_fetch import ME, Reply, answering, ended, links
+from tests.shell.test_fetch import ME, Reply, ended, links, replying_with
 
 PATIENCE_S = 180.0
 CELL_BYTES = 64
 
 
-def chain(count: int, rows: int = 16) -> list[KvBlock]:
+def chain(count: int, size: int = 16) -> list[KvBlock]:
     blocks: list[KvBlock] = []
     for number in range(count):
-        tokens = range(number * rows, number * rows + rows)
+        tokens = range(number * size, number * size + size)
         blocks.append(keys.block("root", blocks[-1] if blocks else None, tokens, [tokens.stop]))
     return blocks
 
@@ -89,7 +89,7 @@ async def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
 
 
 async def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
-    (block,) = chain(1, rows=512)
+    (block,) = chain(1, size=512)
     cell_bytes = CELLS_BYTES // 512 + 1000
     there = holding(tmp_path / "there", [block], [0, 1, 2], cell_bytes)
     mine = KvStore(tmp_path / "mine")
@@ -147,9 +147,9 @@ async def test_a_lying_source_is_dropped_and_the_others_deliver(tmp_path, number
         assert isinstance(request, FetchCells)
         return lies(blocks)[number]
 
-    async with links() as context, answering(context, answer) as liar, served(context, good) as source:
-        alone = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False)
-        assert alone == [False] * 4
+    async with links() as context, replying_with(context, answer) as liar, served(context, good) as source:
+        from_liar = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False)
+        assert from_liar == [False] * 4
         held = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar, source], PATIENCE_S, verify=False)
         assert held == [True] * 4
     assert all(whole(mine, block, 0, 2) for block in blocks)
@@ -157,19 +157,19 @@ async def test_a_lying_source_is_dropped_and_the_others_deliver(tmp_path, number
 
 async def test_a_source_that_claims_large_blocks_and_sends_little_is_not_asked_for_the_rest(tmp_path):
     """The reply would reserve as much memory as the source claims, while it may send a little at a time."""
-    blocks, asked = chain(4), list[FetchCells]()
+    blocks, requests = chain(4), list[FetchCells]()
 
     def answer(request: TransferRequest) -> Reply:
         if isinstance(request, AskPresent):
             return [encode(Present(held=[]))]
         assert isinstance(request, FetchCells)
-        asked.append(request)
+        requests.append(request)
         return [encode(Cells(sizes=[1 << 20] * len(request.keys))), bytes(1 << 18)]
 
-    async with links() as context, answering(context, answer) as liar:
+    async with links() as context, replying_with(context, answer) as liar:
         mine = fetcher(context, KvStore(tmp_path / "mine"))
         assert await mine.hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False) == [False] * 4
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 async def test_the_content_of_another_block_is_refused(tmp_path):
@@ -183,7 +183,7 @@ async def test_the_content_of_another_block_is_refused(tmp_path):
             return [encode(Present(held=[]))]
         return [encode(Cells(sizes=[len(part)])), part]
 
-    async with links() as context, answering(context, answer) as liar:
+    async with links() as context, replying_with(context, answer) as liar:
         mine = fetcher(context, KvStore(tmp_path / "mine"))
         assert await mine.hold([block], [(0, 1)], [liar], PATIENCE_S, verify=False) == [False]
 
@@ -199,7 +199,7 @@ async def test_layers_that_were_not_requested_are_refused(tmp_path, first):
             [encode(Present(held=[]))] if isinstance(request, AskPresent) else [encode(Cells(sizes=[len(part)])), part]
         )
 
-    async with links() as context, answering(context, answer) as liar:
+    async with links() as context, replying_with(context, answer) as liar:
         held = await fetcher(context, mine).hold([block], [(0, 3)], [liar], PATIENCE_S, verify=False)
         assert held == [False]
     assert mine.layers(block.key) == {1}
@@ -231,6 +231,6 @@ async def test_the_wait_for_a_silent_source_ends_at_the_timeout(tmp_path):
     def answer(request: TransferRequest) -> Reply:
         return [encode(Present(held=[]))] if isinstance(request, AskPresent) else None
 
-    async with links() as context, answering(context, answer) as silent:
+    async with links() as context, replying_with(context, answer) as silent:
         mine = fetcher(context, KvStore(tmp_path / "mine"), silence_timeout_s=PATIENCE_S)
         assert await mine.hold(chain(1), [(0, 1)], [silent], 0.05, verify=False) == [False]

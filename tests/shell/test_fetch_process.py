@@ -79,16 +79,16 @@ async def fetch(
 ) -> None:
     """Fetch ``layer``; when the first bytes arrive, send signal ``number`` to the source."""
     with serving(model) as (process, source):
-        context, identity, begun = zmq.asyncio.Context(), new_identity(), asyncio.Event()
+        context, identity, started = zmq.asyncio.Context(), new_identity(), asyncio.Event()
 
         def arrived(_: int) -> None:
-            if not begun.is_set():
+            if not started.is_set():
                 process.send_signal(number)
                 stalling.add(source.key)
-                begun.set()
+                started.set()
 
         async def join(server: LayerServer) -> None:
-            await begun.wait()  # it answers only after the first one was hit
+            await started.wait()  # it answers only after the first one was hit
             await server.run()
 
         sources, server = [source], LayerServer(context, "127.0.0.1", identity, {layer.ref().digest: layer}.get)

@@ -14,7 +14,7 @@ from primad.errors import RequestError
 from primad.head.model.fetching import PictureFetcher, public_addresses
 from primad.network.addresses import Interface
 from tests.fakes.http import post
-from tests.shell.test_http_pictures import ASKED, CHAT, ONE, TEXT, backend, shown
+from tests.shell.test_http_pictures import BODIES, CHAT, ONE, TEXT, backend, shown
 
 HOME = "127.0.0.1"
 PUBLIC = ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822", "2002:5db8:d822::1"]
@@ -135,7 +135,7 @@ def test_an_address_of_ipv6_goes_into_a_url():
     assert str(httpx.URL("https://example.org:44/a?b").copy_with(host="2606::1")) == "https://[2606::1]:44/a?b"
 
 
-def asked_for(*urls):
+def message_with_urls(*urls):
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"messages": [{"role": "user", "content": [TEXT, *parts]}]}
 
@@ -143,18 +143,18 @@ def asked_for(*urls):
 def test_a_picture_by_url_is_encoded_like_one_in_the_request():
     made = backend(fetches=True)
     made.fetcher.fetch = fetched
-    assert post(made, CHAT, **asked_for("https://example.org/a", "http://example.org/a")).status_code == 200
+    assert post(made, CHAT, **message_with_urls("https://example.org/a", "http://example.org/a")).status_code == 200
     assert shown(made.calls[0].prompt) == "^[user]See <><>>"
     made.served = replace(made.served, fetches=False)
-    assert post(made, CHAT, **ASKED[CHAT]).status_code == 200
-    assert "--fetch-images" in post(made, CHAT, **asked_for("https://example.org/a")).text
+    assert post(made, CHAT, **BODIES[CHAT]).status_code == 200
+    assert "--fetch-images" in post(made, CHAT, **message_with_urls("https://example.org/a")).text
 
 
 def test_the_number_of_pictures_by_url_is_limited_and_file_urls_are_refused():
     made = backend(fetches=True)
-    many = post(made, CHAT, **asked_for(*(f"https://example.org/{number}" for number in range(17))))
+    many = post(made, CHAT, **message_with_urls(*(f"https://example.org/{number}" for number in range(17))))
     assert (many.status_code, "16 pictures by URL" in many.text) == (400, True)
-    assert "fetches no pictures (file: URL)" in post(made, CHAT, **asked_for("file:///etc/passwd")).text
+    assert "fetches no pictures (file: URL)" in post(made, CHAT, **message_with_urls("file:///etc/passwd")).text
 
 
 async def fetched(url: str, called: str) -> bytes:

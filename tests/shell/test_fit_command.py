@@ -19,15 +19,15 @@ def fit(command):
 
 
 @pytest.fixture
-def house(tmp_path):
+def profiles_folder(tmp_path):
     """A folder with the profiles of desk and laptop."""
     for profile in (device("desk", ram=12 * GB), device("laptop", ram=4 * GB)):
         save_profile(tmp_path / f"{profile.device}.json", profile, "made up")
     return tmp_path
 
 
-def test_a_table_shows_which_models_run_how_fast_and_the_best_upgrade(fit, house):
-    code, out, err = fit("--devices", house, "--only", "llama3")
+def test_a_table_shows_which_models_run_how_fast_and_the_best_upgrade(fit, profiles_folder):
+    code, out, err = fit("--devices", profiles_folder, "--only", "llama3")
     assert (code, err) == (0, "")
     rows = [line for line in out.splitlines() if "llama3" in line and "-q4k" in line and "primad" not in line]
     assert len(rows) == len([name for name in popular_shapes() if "llama3" in name])
@@ -38,20 +38,20 @@ def test_a_table_shows_which_models_run_how_fast_and_the_best_upgrade(fit, house
     assert "What would help most: with 16 GiB more in" in out
 
 
-def test_fit_and_plan_report_the_same_figures(fit, house, command):
-    _, out, _ = fit("--devices", house, "--only", "mistral-nemo", "--json")
+def test_fit_and_plan_report_the_same_figures(fit, profiles_folder, command):
+    _, out, _ = fit("--devices", profiles_folder, "--only", "mistral-nemo", "--json")
     for each in json.loads(out)["models"]:
         _, whole, _ = command(
-            "plan", "--model-shape", each["name"], "--devices", house, "--objective", "latency", "--json"
+            "plan", "--model-shape", each["name"], "--devices", profiles_folder, "--objective", "latency", "--json"
         )
         predicted = json.loads(whole)["predicted"]
         assert each["tokens_per_s"] == pytest.approx(1e3 / predicted["tpot_ms"])
         assert each["ttft_ms"] == pytest.approx(predicted["ttft_ms"])
 
 
-def test_a_model_that_does_not_run_has_its_reason(fit, house):
+def test_a_model_that_does_not_run_has_its_reason(fit, profiles_folder):
     code, out, _ = fit(
-        "--devices", house, "--only", "qwen3-235b", "--max-ram", "desk=200MB", "--max-ram", "laptop=200MB"
+        "--devices", profiles_folder, "--only", "qwen3-235b", "--max-ram", "desk=200MB", "--max-ram", "laptop=200MB"
     )
     assert code == 0
     (row,) = [line for line in out.splitlines() if "qwen3-235b" in line]
@@ -59,8 +59,8 @@ def test_a_model_that_does_not_run_has_its_reason(fit, house):
     assert "no plan for Qwen3 235B-A22B" in row
 
 
-def test_json_has_every_model_and_quantisation(fit, house):
-    code, out, _ = fit("--devices", house, "--only", "llama3.2", "--quant", "q8", "--quant", "F16", "--json")
+def test_json_has_every_model_and_quantisation(fit, profiles_folder):
+    code, out, _ = fit("--devices", profiles_folder, "--only", "llama3.2", "--quant", "q8", "--quant", "F16", "--json")
     assert code == 0
     answer = json.loads(out)
     assert answer["schema"] == 1
@@ -73,16 +73,16 @@ def test_json_has_every_model_and_quantisation(fit, house):
     assert all(each["tokens_per_s"] > 0 and each["devices"] for each in answer["models"])
 
 
-def test_models_of_the_library_are_planned_for_by_name_and_served_by_it(fit, house, tmp_path):
+def test_models_of_the_library_are_planned_for_by_name_and_served_by_it(fit, profiles_folder, tmp_path):
     folder = tmp_path / "models"
     folder.mkdir()
     write_model(folder / "toy.gguf")
-    code, out, err = fit("--devices", house, "--models", folder, "--model", "toy")
+    code, out, err = fit("--devices", profiles_folder, "--models", folder, "--model", "toy")
     assert (code, err) == (0, "")
     assert "each name is a --model of primad serve" in out
     assert out.splitlines()[-1] == "  primad serve --model toy"
     code, out, _ = fit(
-        "--devices", house, "--models", folder, "--model", "toy", "--model", folder / "toy.gguf", "--json"
+        "--devices", profiles_folder, "--models", folder, "--model", "toy", "--model", folder / "toy.gguf", "--json"
     )
     one, other = json.loads(out)["models"]
     assert {one["name"], other["name"]} == {"toy", str(folder / "toy.gguf")}
@@ -100,8 +100,8 @@ def test_models_of_the_library_are_planned_for_by_name_and_served_by_it(fit, hou
         (("--head", "nobody"), "--head: no device is called 'nobody'"),
     ],
 )
-def test_mistakes_are_named(fit, house, arguments, replies):
-    code, out, err = fit("--devices", house, *arguments)
+def test_mistakes_are_named(fit, profiles_folder, arguments, replies):
+    code, out, err = fit("--devices", profiles_folder, *arguments)
     assert (code, out) == (2, "")
     assert replies in err
     assert err.count("\n") == 1

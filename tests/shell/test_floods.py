@@ -57,10 +57,10 @@ def server_process() -> Iterator[tuple[int, psutil.Process]]:
 
 
 @contextmanager
-def client_of(port: int, who: Identity = FRIEND, kind: int = zmq.DEALER) -> Iterator[zmq.asyncio.Socket]:
+def client_of(port: int, identity: Identity = FRIEND, kind: int = zmq.DEALER) -> Iterator[zmq.asyncio.Socket]:
     """A client of the server at ``port``, closed after the block."""
     context = zmq.asyncio.Context()
-    client = open_socket(context, kind, identity=who, server=SERVER.public)
+    client = open_socket(context, kind, identity=identity, server=SERVER.public)
     client.connect(endpoint(HOST, port))
     try:
         yield client
@@ -69,12 +69,12 @@ def client_of(port: int, who: Identity = FRIEND, kind: int = zmq.DEALER) -> Iter
         context.destroy(linger=0)
 
 
-async def asks(client: zmq.asyncio.Socket) -> float:
+async def reply_time(client: zmq.asyncio.Socket) -> float:
     """Ask for an echo; returns the seconds until it arrives."""
-    asked_at = asyncio.get_running_loop().time()
+    sent_at = asyncio.get_running_loop().time()
     await client.send(b"hello")
     assert await client.recv() == b"hello"
-    return asyncio.get_running_loop().time() - asked_at
+    return asyncio.get_running_loop().time() - sent_at
 
 
 async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list[float]:
@@ -90,14 +90,14 @@ async def under_attack(port: int, attack: Callable[[], Awaitable[None]]) -> list
     async with asyncio.timeout(FLOOD_S):
         with client_of(port) as friend:
             attacking = asyncio.ensure_future(asyncio.to_thread(asyncio.run, bounded()))
-            answers = [await asks(friend)]
+            reply_times = [await reply_time(friend)]
             while not attacking.done():
-                answers.append(await asks(friend))
+                reply_times.append(await reply_time(friend))
                 await asyncio.wait([attacking], timeout=0.01)
             await attacking
         with client_of(port) as later:
-            answers.append(await asks(later))
-        return answers
+            reply_times.append(await reply_time(later))
+        return reply_times
 
 
 async def thousand_silent(port: int) -> None:
@@ -156,10 +156,10 @@ async def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Calla
     raise_descriptor_limit()
     with server_process() as (port, process):
         before = process.memory_info().rss
-        answers = await under_attack(port, lambda: flood(port))
+        reply_times = await under_attack(port, lambda: flood(port))
         growth = process.memory_info().rss - before
-        note("answer in a flood", max(answers), f"{len(answers)} answers; {growth / 2**20:.1f} MiB more")
-        assert len(answers) >= 2
+        note("answer in a flood", max(reply_times), f"{len(reply_times)} answers; {growth / 2**20:.1f} MiB more")
+        assert len(reply_times) >= 2
         assert growth < MAX_GROWTH_BYTES
         while sys.platform == "linux" and process.num_fds() >= 100:  # noqa: ASYNC110  (the last ones are still closing)
             await asyncio.sleep(0.05)

@@ -118,8 +118,8 @@ def test_gpus_are_in_the_order_of_their_layers_with_the_one_for_prefill_offload_
     options = msgspec.structs.replace(OPTIONS, gpu="A", other_gpus=("B",))
     helping = msgspec.structs.replace(options, offloading_gpu="B")
 
-    def order(options: EngineOptions, **what: object) -> list[tuple[str, int]]:
-        return gpus_in_order(replace(in_memory(0, 8), **what), options)
+    def order(options: EngineOptions, **changes: object) -> list[tuple[str, int]]:
+        return gpus_in_order(replace(in_memory(0, 8), **changes), options)
 
     assert order(options) == []
     assert order(options, gpu_layers=6) == [("A", 6)]

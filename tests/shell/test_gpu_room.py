@@ -121,11 +121,11 @@ def test_experts_in_ram_stay_there_and_the_others_follow_their_layers(tmp_path):
     assert 0 < experts < size
     assignment = replace(assignment, layer_bytes=4 * experts, resident_bytes=4 * experts)
     asked = opening(msgspec.structs.replace(source, assignment=assignment))
-    for on_gpu, apart in ((4, 4), (3, 3), (2, 2)):
+    for on_gpu, cpu_experts in ((4, 4), (3, 3), (2, 2)):
         asked = fewer_on_gpu(asked)
         left = asked.windows[0].assignment
         found.append((left.gpu_layers, left.cpu_experts))
-        assert left.layer_bytes == left.resident_bytes == (6 - on_gpu) * size + apart * experts
+        assert left.layer_bytes == left.resident_bytes == (6 - on_gpu) * size + cpu_experts * experts
     assert found == [(4, 4), (3, 3), (2, 2)]
 
 
@@ -237,11 +237,11 @@ def test_plans_use_no_more_of_a_gpu_than_loaded_on_it():
 
 def test_gpu_memory_of_own_rings_counts_as_free():
     care, capped = Care(), Care(replace(NO_LIMITS, vram=2 * GIB))
-    taken = a_gpu(1 * GIB)
+    used = a_gpu(1 * GIB)
     for each in (care, capped):
         each.has(1, GpuLoaded(layers=4, planned=4, held_bytes=3 * GIB, why=""))
-    assert available(care.now(taken)) == 4 * GIB
-    assert available(capped.now(taken)) == 2 * GIB, "the owner's limit is one for all of it"
+    assert available(care.now(used)) == 4 * GIB
+    assert available(capped.now(used)) == 2 * GIB, "the owner's limit is one for all of it"
     shared = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=GIB, unified_memory=True))
     assert care.now(shared) == shared, "there it is RAM, of which processes of ours count as free already"
 
@@ -351,12 +351,12 @@ def test_memory_held_on_each_gpu_is_reported_and_counts_as_free_there(tmp_path):
     load_what_fits(asked, lambda each: each, reported.append, lambda gpu: next(free[gpu]))
     assert reported == [GpuLoaded(layers=5, planned=5, held_bytes=3 * GIB, why="", others_held={"CUDA1": 2 * GIB})]
     care, capped = Care(), Care(replace(NO_LIMITS, vram=6 * GIB))
-    taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
+    used = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
     found = []
     for each in (care, capped):
-        each.now(taken)
+        each.now(used)
         each.has(1, reported[0])
-        found.append([gpu.vram_available_bytes for gpu in each.now(taken).gpus])
+        found.append([gpu.vram_available_bytes for gpu in each.now(used).gpus])
     assert found == [[4 * GIB, 3 * GIB], [4 * GIB, 2 * GIB]], "the owner's bytes are those of both"
 
 
@@ -409,10 +409,10 @@ def test_a_gpu_that_was_left_out_returns_if_the_other_one_was_at_fault():
 
 def test_without_the_first_gpu_held_memory_counts_for_the_other():
     care = Care()
-    taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
-    care.now(taken)
+    used = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
+    care.now(used)
     for _ in range(3):
         care.failed(RingError("the ring process was ended by SIGSEGV"))
     care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why=""))
-    (gpu,) = care.now(taken).gpus
+    (gpu,) = care.now(used).gpus
     assert (gpu.id, gpu.vram_available_bytes) == ("CUDA1", 7 * GIB)

@@ -30,11 +30,11 @@ def linked(ranks, timeout_s=20.0, *, halves=False):
         for other in range(one):
             ends = socket.socketpair()
             for (mine, theirs), end in zip(((one, other), (other, one)), ends, strict=True):
-                sends, takes = (
+                sends, receives = (
                     Direction(KEY, hellos[mine], hellos[theirs]),
                     Direction(KEY, hellos[theirs], hellos[mine]),
                 )
-                peers[mine].append(RankPeer(theirs, f"device {theirs}", end, sends, takes))
+                peers[mine].append(RankPeer(theirs, f"device {theirs}", end, sends, receives))
     return [RankExchange(rank, each, timeout_s=timeout_s, halves=halves) for rank, each in enumerate(peers)]
 
 
@@ -184,7 +184,7 @@ def test_a_silent_rank_is_late_long_before_a_step_is():
         patience.ended(step, step + 0.001)
     patience.begin(10)
     assert patience.until(10.001, 10.001) == pytest.approx(10.001 + MIN_S)
-    assert patience.until(10.001, 12) == pytest.approx(12 + MIN_S), "something came meanwhile"
+    assert patience.until(10.001, 12) == pytest.approx(12 + MIN_S), "data came in the meantime"
     assert patience.until(12, 12) == pytest.approx(12 + 8 * 2, abs=0.1), "others compute about as long as this rank"
     patience.ended(12, 15)
     assert patience.until(15.1, 15.1) == pytest.approx(15.1 + 8 * 3.1), "others took as long of late"
@@ -255,13 +255,13 @@ def test_ranks_connect_to_each_other_though_strangers_come_first():
     strangers = []
 
     def come(address):
-        for said in (
+        for garbage in (
             b"",
             b"GET / HTTP/1.1\r\nHost: a very long and friendly name\r\n\r\n",
             RankHello.of(1, 3).packed() + bytes(24),
         ):
             stranger = socket.create_connection(address)
-            stranger.sendall(said)
+            stranger.sendall(garbage)
             strangers.append(stranger)
         strangers[0].close()
 

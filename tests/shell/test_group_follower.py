@@ -45,9 +45,9 @@ def pair():
     exchanges = []
     for rank, end in enumerate(ends):
         own, other = hellos[rank], hellos[1 - rank]
-        sends, takes = Direction(bytes(32), own, other), Direction(bytes(32), other, own)
+        sends, receives = Direction(bytes(32), own, other), Direction(bytes(32), other, own)
         exchange = RankExchange(
-            rank, [RankPeer(1 - rank, f"device {1 - rank}", end, sends, takes)], timeout_s=PATIENCE_S
+            rank, [RankPeer(1 - rank, f"device {1 - rank}", end, sends, receives)], timeout_s=PATIENCE_S
         )
         exchange.patience = PeerPatience(PATIENCE_S, PATIENCE_S)
         exchanges.append(exchange)
@@ -87,7 +87,9 @@ LOG = [
 def windows_of(header, rank, folder, exchange, embedding):
     own = share_header(ShareRules(header), [1, 1], rank) if exchange is not None else header
     first = opened(own, 0, 2, folder / "first")
-    begins = FirstWindow(first, OPTIONS, embedding, exchange) if rank == 0 else MiddleWindow(first, OPTIONS, exchange)
+    first_window = (
+        FirstWindow(first, OPTIONS, embedding, exchange) if rank == 0 else MiddleWindow(first, OPTIONS, exchange)
+    )
     tail = TailWindow(
         opened(own, 2, 4, folder / "tail"),
         OPTIONS,
@@ -96,7 +98,7 @@ def windows_of(header, rank, folder, exchange, embedding):
         embedding=embedding,
         exchange=exchange,
     )
-    return {0: begins, 1: tail}
+    return {0: first_window, 1: tail}
 
 
 def writer_of(windows, folder):

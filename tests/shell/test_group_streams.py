@@ -15,7 +15,7 @@ from primad.engine.streaming.units import units_of_window
 from primad.errors import WeightsError
 from primad.gguf.header import read_header
 from tests.homelab.rot import overwrite
-from tests.shell.test_streams_exact import EVERYTHING, SIZES, kept
+from tests.shell.test_streams_exact import EVERYTHING, SIZES, share_of
 from tests.shell.test_tensor_groups import group_logits, steps
 from tools import synth
 
@@ -27,7 +27,7 @@ def streams_of(rank, cuts, streamed):
     units = [units_of_window(source) for source in rank.sources]
     streams = Streams(
         [
-            StreamedWindow(index=number, assignment=kept(cuts[number], each, streamed), units=each)
+            StreamedWindow(index=number, assignment=share_of(cuts[number], each, streamed), units=each)
             for number, each in enumerate(units)
         ],
         read_ahead_bytes=0,
@@ -61,7 +61,7 @@ def test_shares_that_stream_have_the_bits_of_shares_in_memory(architecture, stre
             read.append(streams.streamer.read_bytes)
 
     expected, *_ = group_logits(header, [2, 1], cuts, tmp_path / "memory")
-    found, *_ = group_logits(header, [2, 1], cuts, tmp_path / "streamed", begins=streaming)
+    found, *_ = group_logits(header, [2, 1], cuts, tmp_path / "streamed", context=streaming)
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one, other)
     assert len(read) == 2
@@ -86,5 +86,5 @@ def test_changed_weights_on_one_rank_keep_the_first_rank_from_a_result(number, t
             yield rows
 
     with pytest.raises(WeightsError, match="somebody wrote to this file"):
-        group_logits(read_header(tmp_path / "model.gguf"), [1, 1], cuts, tmp_path, made=made, begins=resident)
+        group_logits(read_header(tmp_path / "model.gguf"), [1, 1], cuts, tmp_path, made=made, context=resident)
     assert len(ranks[0].hidden) == number

@@ -339,8 +339,8 @@ async def test_a_service_manager_is_notified_that_a_head_is_ready_alive_and_stop
             here.start()
             assert (await asyncio.to_thread(manager.hear, ear, "READY=1")).startswith("READY=1\nSTATUS=")
             await here.serves()
-            said = await asyncio.to_thread(manager.hear, ear, "STATUS=serving")
-            assert said == "STATUS=serving with 1 device\nWATCHDOG=1"
+            status = await asyncio.to_thread(manager.hear, ear, "STATUS=serving")
+            assert status == "STATUS=serving with 1 device\nWATCHDOG=1"
         assert manager.hear(ear, "STOPPING=1")
 
 
@@ -377,8 +377,8 @@ async def test_a_plan_that_a_request_proves_wrong_is_reported_and_corrects_the_n
         await here.serving.planner.foreseeing
         as_measured = here.solver.step_s
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
-        answers = 5  # enough for the times to count
-        for _ in range(answers):
+        steps = 5  # enough for the times to count
+        for _ in range(steps):
             stream, request = await here.stream(ring)
             ring.finish(request, MIN_TOKENS)
             await stream.ends()
@@ -755,8 +755,8 @@ async def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
 # ---- devices that join or leave -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "taken"), [(9.5, False), (5.0, True)], ids=["5 % better", "50 % better"])
-async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken):
+@pytest.mark.parametrize(("value", "joins"), [(9.5, False), (5.0, True)], ids=["5 % better", "50 % better"])
+async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, joins):
     async with lab() as here:
         here.solver.value = lambda count: 10.0 if count == 2 else value
         here.device("nas")
@@ -766,10 +766,10 @@ async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value,
         first.draw(request, 10)
         here.device("lap")
         await here.solver.wait(lambda: ("desk", "lap", "nas") in here.solver.asked)
-        if not taken:
+        if not joins:
             await asyncio.sleep(0.1)
             assert set(here.rings.all) == {first.epoch}
-            assert here.solver.asked.count(("desk", "lap", "nas")) == 1, "it is not asked again and again"
+            assert here.solver.asked.count(("desk", "lap", "nas")) == 1, "it is not queried repeatedly"
             first.finish(request)
         else:
             second = await here.serves("nas", "lap", after=first.epoch)
@@ -1077,8 +1077,8 @@ async def test_the_admin_api_accepts_the_code_that_a_device_shows_and_both_trust
         here.solver.value = lambda count: 10.0 / count
         here.start()
         single_device = await here.serves()
-        who, paired = Who(device="nas", key=nas.key, cluster="test", version="0.1"), list[TrustedDevice]()
-        server = PairingServer("127.0.0.1", Code(7, "lamp", "river"), who, paired.append)
+        identity, paired = Who(device="nas", key=nas.key, cluster="test", version="0.1"), list[TrustedDevice]()
+        server = PairingServer("127.0.0.1", Code(7, "lamp", "river"), identity, paired.append)
         showing, at = asyncio.create_task(server.run()), f"127.0.0.1:{server.port}"
         with pytest.raises(ClusterError, match="wrong code"):
             await here.daemon.admin_api.bring_code(ShownCode(code="7-lamp-stone", at=at))
@@ -1160,16 +1160,16 @@ async def test_a_head_that_ends_while_closing_a_broken_ring_still_closes_it(lab)
         here.device("nas")
         here.start()
         ring = await here.serves("nas")
-        begun, may_end = asyncio.Event(), asyncio.Event()
+        started, may_end = asyncio.Event(), asyncio.Event()
 
         async def close() -> None:
-            begun.set()
+            started.set()
             await may_end.wait()
             ring.closed = True
 
         ring.close = close
         ring.breaks(None, "the head's ring process was ended by SIGKILL")
-        await begun.wait()
+        await started.wait()
         here.running.cancel()
         await asyncio.sleep(0.05)
         may_end.set()

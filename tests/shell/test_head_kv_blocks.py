@@ -30,20 +30,20 @@ PROMPT = list(range(100, 140))
 """Two chunks of 16 tokens and a remainder."""
 
 
-def chain(count: int, rows: int = 2) -> list[KvBlock]:
+def chain(count: int, tokens: int = 2) -> list[KvBlock]:
     """KV blocks of a request; the first is its two-token prompt."""
     blocks: list[KvBlock] = []
     for number in range(count):
-        blocks.append(keys.block("root", blocks[-1] if blocks else None, [number] * rows, [rows * (number + 1)]))
+        blocks.append(keys.block("root", blocks[-1] if blocks else None, [number] * tokens, [tokens * (number + 1)]))
     return blocks
 
 
-def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
+def own_blocks(here: Lab, blocks: list[KvBlock]) -> KvStore:
     """Blocks as the head's ring process would have kept them."""
     store = KvStore(here.home / "cells")
     for block in blocks:
         size = 4 * (block.end - block.start)
-        cells = [
+        contents = [
             LayerCells(
                 layer=layer,
                 start=block.start,
@@ -55,11 +55,11 @@ def own_cells(here: Lab, blocks: list[KvBlock]) -> KvStore:
             )
             for layer in range(LAYERS)
         ]
-        store.put(block, cells)
+        store.put(block, contents)
     return store
 
 
-async def answering(here: Lab, *names: str) -> tuple[list[FakeDevice], FakeRing, Stream, int]:
+async def serving_request(here: Lab, *names: str) -> tuple[list[FakeDevice], FakeRing, Stream, int]:
     """A ring of ``names`` that keeps KV blocks, and a request that it computes."""
     here.rings.keeps = True
     devices = [here.device(name) for name in names]
@@ -75,7 +75,7 @@ async def figures(here: Lab) -> dict[str, int]:
 
 async def test_a_replica_is_sent_the_blocks_to_hold_and_their_source(lab):
     async with lab() as here:
-        (nas, lap), ring, _, request = await answering(here, "nas", "lap")
+        (nas, lap), ring, _, request = await serving_request(here, "nas", "lap")
         assert ring.generates[0].root
         blocks = chain(3)
         ring.keep(request, *blocks)
@@ -90,7 +90,7 @@ async def test_a_replica_is_sent_the_blocks_to_hold_and_their_source(lab):
 
 async def test_a_replica_is_notified_again_of_missing_blocks(lab):
     async with lab() as here:
-        (nas, _), ring, _, request = await answering(here, "nas", "lap")
+        (nas, _), ring, _, request = await serving_request(here, "nas", "lap")
         first, second = chain(2)
         nas.lacks.add(second.key)
         ring.keep(request, first, second)
@@ -103,16 +103,16 @@ async def test_a_replica_is_notified_again_of_missing_blocks(lab):
 
 async def test_all_devices_are_notified_of_unneeded_blocks_and_which_were_prompts(lab):
     async with lab() as here:
-        (nas,), ring, stream, request = await answering(here, "nas")
-        prompt, drawn = chain(2)
-        store = own_cells(here, [prompt, drawn])
-        ring.keep(request, prompt, drawn)
+        (nas,), ring, stream, request = await serving_request(here, "nas")
+        prompt, sampled = chain(2)
+        store = own_blocks(here, [prompt, sampled])
+        ring.keep(request, prompt, sampled)
         ring.draw(request, 5)
         ring.finish(request)
         await stream.ends()
-        ring.forget(prompt, drawn)
+        ring.forget(prompt, sampled)
         reported = [await nas.hear(KvForget), await nas.hear(KvForget)]
-        assert {forget.lasting: forget.keys for forget in reported} == {True: [prompt.key], False: [drawn.key]}
+        assert {forget.lasting: forget.keys for forget in reported} == {True: [prompt.key], False: [sampled.key]}
         assert store.list() == []
 
 
@@ -132,11 +132,11 @@ async def test_blocks_that_only_some_devices_of_a_lost_ring_kept_are_dropped(lab
 
 async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab):
     async with lab() as here:
-        (nas, lap), ring, stream, request = await answering(here, "nas", "lap")
+        (nas, lap), ring, stream, request = await serving_request(here, "nas", "lap")
         ring.draw(request, *range(10, 18))
         await stream.has(*range(10, 18))
         blocks = chain(4)
-        own_cells(here, blocks)
+        own_blocks(here, blocks)
         nas.lacks.add(blocks[3].key)
         ring.keep(request, *blocks)
         await lap.leave()
@@ -146,10 +146,10 @@ async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab)
         (generate,) = after.generates
         assert generate.blocks == blocks[:3]
         assert generate.sampled == list(range(10, 18))
-        asked = next(hold for hold in nas.held if hold.verify)
-        assert asked.blocks == blocks
-        assert asked.layers == [(window.first, window.last) for _, window in after.plan.windows_of("nas")]
-        assert {source.device for source in asked.sources} >= {"desk"}
+        generate_of = next(hold for hold in nas.held if hold.verify)
+        assert generate_of.blocks == blocks
+        assert generate_of.layers == [(window.first, window.last) for _, window in after.plan.windows_of("nas")]
+        assert {source.device for source in generate_of.sources} >= {"desk"}
         kv = await figures(here)
         assert (kv["restores"], kv["restored_tokens"], kv["computed_again_tokens"]) == (1, 6, 3)
         after.keep(request, blocks[3])
@@ -160,10 +160,10 @@ async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab)
 
 async def test_a_joining_device_is_queried_while_the_old_ring_serves_and_after_it(lab):
     async with lab() as here:
-        _, ring, stream, request = await answering(here, "nas")
+        _, ring, stream, request = await serving_request(here, "nas")
         here.solver.value = lambda count: 10.0 / count
         blocks = chain(2)
-        own_cells(here, blocks)
+        own_blocks(here, blocks)
         ring.draw(request, 10, 11, 12)
         ring.keep(request, *blocks)
         lap = here.device("lap")
@@ -181,9 +181,9 @@ async def test_a_joining_device_is_queried_while_the_old_ring_serves_and_after_i
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_a_ring_without_replication_gets_no_blocks(lab, keeps):
     async with lab() as here:
-        (_, lap), ring, _, request = await answering(here, "nas", "lap")
+        (_, lap), ring, _, request = await serving_request(here, "nas", "lap")
         blocks = chain(2)
-        own_cells(here, blocks)
+        own_blocks(here, blocks)
         ring.keep(request, *blocks)
         here.rings.keeps = keeps
         await lap.leave()
@@ -204,28 +204,30 @@ async def test_a_group_gets_no_kv_blocks_from_a_ring_without_its_shares():
     await backup.prepare(ring, {1: chain(2)})
 
 
-@pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])
-async def test_recomputation_beyond_the_limit_in_seconds_runs_in_chunks(lab, max_s, rows):
+@pytest.mark.parametrize(("max_s", "tokens"), [(0.5, True), (0.4, False)])
+async def test_recomputation_beyond_the_limit_in_seconds_runs_in_chunks(lab, max_s, tokens):
     async with lab() as here:
         here.more_options = {"exact_replay_s": max_s}  # at an assumed 20 tokens/s
-        (_, lap), ring, stream, request = await answering(here, "nas", "lap")
+        (_, lap), ring, stream, request = await serving_request(here, "nas", "lap")
         ring.draw(request, *range(10))
         await stream.has(*range(10))
         await lap.leave()
         ring.breaks("lap", "lap is gone")
         after = await here.serves("nas", after=ring.epoch)
         await here.rings.find(lambda each: each is after and bool(each.generates))
-        assert after.generates[0].replays_rows == rows
+        assert after.generates[0].replays_rows == tokens
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
+async def generate_of(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
     """The ``Generate`` that ``ring`` gets for a request of ``owner``, which is cancelled at once."""
     before = len(ring.generates)
-    asked = Generate(request=0, prompt=prompt, sampled=[], max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
-    answer = here.backend.generate(asked)
+    generate_of = Generate(
+        request=0, prompt=prompt, sampled=[], max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner
+    )
+    answer = here.backend.generate(generate_of)
     reading = asyncio.create_task(anext(answer))
     await here.rings.find(lambda each: each is ring and len(each.generates) > before)
     reading.cancel()
@@ -251,18 +253,18 @@ async def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shar
         ring = await here.serves("nas")
         assert here.daemon is not None
         here.daemon._held.store.limit_bytes = 1 << 30
-        generate = await asked(here, ring, "ann")
+        generate = await generate_of(here, ring, "ann")
         assert generate.blocks == []
         blocks = blocks_of(here, generate)
         assert [block.end for block in blocks] == [16, 32]
-        own_cells(here, blocks)
-        assert (await asked(here, ring, "ann")).blocks == blocks
+        own_blocks(here, blocks)
+        assert (await generate_of(here, ring, "ann")).blocks == blocks
         assert [hold.blocks for hold in nas.held if hold.verify] == [blocks]
-        for_bob = await asked(here, ring, "bob")
+        for_bob = await generate_of(here, ring, "bob")
         assert (for_bob.root == generate.root) == shares
         assert for_bob.blocks == []  # they have another key, or are in a sequence of the ring already
         ring.forget(*blocks)
-        assert ((await asked(here, ring, "bob")).blocks == blocks) == shares
+        assert ((await generate_of(here, ring, "bob")).blocks == blocks) == shares
         assert (await figures(here))["found_tokens"] == 32 + 32 * shares
 
 
@@ -272,10 +274,10 @@ async def test_prompt_blocks_that_a_worker_lacks_are_computed(lab, tmp_path):
         nas = here.device("nas")
         here.start(kv_cache=str(tmp_path / "cache"))
         ring = await here.serves("nas")
-        blocks = blocks_of(here, await asked(here, ring, ""))
-        own_cells(here, blocks)
+        blocks = blocks_of(here, await generate_of(here, ring, ""))
+        own_blocks(here, blocks)
         nas.lacks.add(blocks[1].key)
-        assert (await asked(here, ring, "")).blocks == blocks[:1]
+        assert (await generate_of(here, ring, "")).blocks == blocks[:1]
         assert (await nas.hear(KvForget)).keys == [blocks[1].key]
 
 
@@ -289,14 +291,14 @@ async def test_a_prompt_of_a_model_with_states_is_found_up_to_one_that_every_dev
         ring = await here.serves("nas")
         assert here.daemon is not None
         here.daemon._held.store.limit_bytes = 1 << 30
-        first, second = blocks_of(here, await asked(here, ring, ""))
-        begin = [first, keys.state_behind(first)]
-        own_cells(here, [*begin, second])
-        assert (await asked(here, ring, "")).blocks == begin
-        ring.forget(*begin)
-        own_cells(here, [keys.state_behind(second)])
+        first, second = blocks_of(here, await generate_of(here, ring, ""))
+        prefix = [first, keys.state_behind(first)]
+        own_blocks(here, [*prefix, second])
+        assert (await generate_of(here, ring, "")).blocks == prefix
+        ring.forget(*prefix)
+        own_blocks(here, [keys.state_behind(second)])
         nas.lacks.add(keys.state_behind(second).key)
-        assert (await asked(here, ring, "")).blocks == begin
+        assert (await generate_of(here, ring, "")).blocks == prefix
 
 
 async def test_without_a_cache_no_prompt_is_looked_for(lab):
@@ -305,6 +307,6 @@ async def test_without_a_cache_no_prompt_is_looked_for(lab):
         nas = here.device("nas")
         here.start()
         ring = await here.serves("nas")
-        own_cells(here, blocks_of(here, await asked(here, ring, "")))
-        assert (await asked(here, ring, "")).blocks == []
+        own_blocks(here, blocks_of(here, await generate_of(here, ring, "")))
+        assert (await generate_of(here, ring, "")).blocks == []
         assert nas.held == []

@@ -54,8 +54,8 @@ async def test_two_models_are_served_side_by_side_on_the_same_devices(lab):
         assert two.serving.planner.shares(second.inputs.forecast) == ["desk", "nas"]
         assert not first.closed
         assert nas.knocks == 1, "a device is greeted once"
-        held = sum(each.resident_bytes for each in first.inputs.forecast.assignments["nas"].windows)
-        assert here.solver.memory["nas"] == nas._profile.ram_available_bytes - held
+        resident_bytes = sum(each.resident_bytes for each in first.inputs.forecast.assignments["nas"].windows)
+        assert here.solver.memory["nas"] == nas._profile.ram_available_bytes - resident_bytes
         await one.end(here)
         assert first.unloaded
         assert await nas.hear(Release) == Release(epoch=first.epoch, unload=True)
@@ -72,11 +72,11 @@ async def test_how_long_a_model_loads_is_forecast_until_it_is_served(lab):
         model = Model(here, "one")
         rings = model.serving.rings
         ring = await here.rings.find(lambda each: each.workers == {"nas"})
-        held_s = rings.expected_s
-        assert held_s is not None
+        expected_s = rings.expected_s
+        assert expected_s is not None
         ring.inputs.listener.progressed(ring.epoch, "nas", LoadStage.FETCH, 0, 10**12)
         assert rings.moves
-        assert rings.expected_s > held_s
+        assert rings.expected_s > expected_s
         ring.may_form.set()
         await rings.serves.wait()
         await model.end(here)

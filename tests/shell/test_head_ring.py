@@ -57,7 +57,7 @@ from primad.settings.timings import HeadTimings, Timings
 
 PATIENCE_S = 180
 EPOCH = 5
-ALONE = Plan(
+SINGLE_DEVICE = Plan(
     rounds=1,
     route=(Window(device="desk", first=0, last=5, gpu_layers=0),),
     output_on_gpu=False,
@@ -66,7 +66,7 @@ ALONE = Plan(
 )
 
 
-class Takes:
+class AcceptingProcess:
     """A ring process that takes no command."""
 
     async def send(self, command: RingCommand) -> None:
@@ -90,7 +90,7 @@ async def test_a_head_process_short_of_memory_is_reported_and_continues():
         memory_low=memory_low.append,
         broken=lambda *why: broken.append(why),
     )
-    ring = HeadRing(inputs_of(ALONE, listener=listener))
+    ring = HeadRing(inputs_of(SINGLE_DEVICE, listener=listener))
     for event in (ProcessMemoryLow(1 << 20), token):
         ring._hear(event, 1)
     assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
@@ -106,7 +106,7 @@ async def test_an_event_that_nobody_awaits_any_more_is_ignored():
         ring._hear(event, 1)
 
 
-class Answers:
+class ReplyingPart:
     """A stage, or the head's own process, whose ring process reports these step counts in turn."""
 
     def __init__(self, *steps: int) -> None:
@@ -133,9 +133,9 @@ def looking(*, own: tuple[int, ...] = (7, 7), plan: Plan | None = None, **worker
     impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
     service = SimpleNamespace(options=SimpleNamespace(step_timeout_s=120.0))
     ring = HeadRing(inputs_of(plan or PAIR, node=SimpleNamespace(timings=impatient), service=service))
-    ring._process = Answers(*own)
+    ring._process = ReplyingPart(*own)
     ring._process.ring = ring
-    ring._workers = {name: Answers(*ring_passes) for name, ring_passes in workers.items()}
+    ring._workers = {name: ReplyingPart(*ring_passes) for name, ring_passes in workers.items()}
     return ring
 
 
@@ -171,13 +171,13 @@ async def test_a_stuck_step_is_attributed_to_the_devices_before_and_after_it(own
 async def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_computed():
     for is_first, waited_s, hangs in ((False, 1.0, True), (True, 5.0, False), (True, 40.0, True)):
         ring = looking(lap=(4,), tab=())
-        asking = ring._find_fault(overdue(waited_s, is_first=is_first))
+        command = ring._find_fault(overdue(waited_s, is_first=is_first))
         if hangs:
             with pytest.raises(StageError, match="tab: its ring process hangs") as caught:
-                await asking
+                await command
             assert attributed(caught.value, PAIR, EPOCH).device == "tab"
         else:
-            await asking
+            await command
 
 
 async def test_the_first_rank_of_a_group_may_name_another_before_it_counts_as_hanging():
@@ -191,7 +191,7 @@ async def test_the_first_rank_of_a_group_may_name_another_before_it_counts_as_ha
 
 async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
     class Late:
-        async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
+        async def listen(self, handle: Callable[[RingEvent], None]) -> NoReturn:
             raise LateStepError("step 12 did not come back within 120 s; a device hangs")
 
     ring = looking(lap=(5,), tab=(4,))
@@ -203,8 +203,8 @@ async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_l
 
 async def test_a_command_to_a_breaking_ring_does_not_block_its_sender():
     """The process reads nothing, as if it were stopped; the handover to the next ring must not wait for it."""
-    ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
-    ring._process = Takes()
+    ring = HeadRing(inputs_of(SINGLE_DEVICE, listener=SimpleNamespace(broken=lambda *_: None)))
+    ring._process = AcceptingProcess()
     sending = asyncio.create_task(ring.send(Report()))
     await asyncio.sleep(0)
     assert not sending.done()
@@ -316,7 +316,7 @@ def test_the_heads_process_is_trusted_about_faults_of_the_ring():
     assert attributed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR, EPOCH) == RingFailed(
         EPOCH, None, "layers 0 to 2 gave NaN"
     )
-    assert attributed(RingError("ended"), ALONE, EPOCH) == RingFailed(EPOCH, None, "ended")
+    assert attributed(RingError("ended"), SINGLE_DEVICE, EPOCH) == RingFailed(EPOCH, None, "ended")
     assert attributed(DiskError("full"), PAIR, EPOCH) == RingFailed(EPOCH, None, "full", lasting=True)
 
 
@@ -350,7 +350,7 @@ async def test_an_error_of_an_abandoned_ring_is_not_left_for_the_log():
 
 async def test_a_first_worker_that_the_heads_process_cannot_reach_is_at_fault():
     class Blocked:
-        async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
+        async def listen(self, handle: Callable[[RingEvent], None]) -> NoReturn:
             raise NextDeviceError("the next device accepted no step for 30 s; it is gone or hangs")
 
     ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
@@ -365,9 +365,9 @@ async def test_a_worker_that_accepts_no_messages_is_lost():
 
     deaf = SimpleNamespace(name="lap", send=send, attend=lambda _: None)
     part = Stage(deaf, SimpleNamespace(epoch=1), lambda *_: None)
-    for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
+    for command in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
         with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
-            await asking
+            await command
         assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
 
@@ -388,18 +388,18 @@ async def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
         await ring._link(Opened("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), Loaded(port=2, key="key")))
 
 
-GROUP = replace(ALONE, groups=(tuple(Rank(device=name, weight=1) for name in ("desk", "lap", "tab")),))
+GROUP = replace(SINGLE_DEVICE, groups=(tuple(Rank(device=name, weight=1) for name in ("desk", "lap", "tab")),))
 CLOSED = "of this group closed its connection"
 
 
-def in_group(monkeypatch, **said: ClusterError) -> HeadRing:
-    """The ring of ``GROUP``, whose workers reported ``said`` and nothing else in time."""
+def in_group(monkeypatch, **errors: ClusterError) -> HeadRing:
+    """The ring of ``GROUP``, whose workers reported ``errors`` and nothing else in time."""
     monkeypatch.setattr(head_ring, "REASON_S", 0.0)
     ring = HeadRing(inputs_of(GROUP))
     for name in ("lap", "tab"):
         broken = asyncio.get_running_loop().create_future()
-        if name in said:
-            broken.set_result(said[name])
+        if name in errors:
+            broken.set_result(errors[name])
         ring._workers[name] = SimpleNamespace(broken=broken)
     return ring
 
@@ -409,7 +409,7 @@ def accuses(device: str, other: str) -> RankLostError:
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "reason", "between"),
+    ("errors", "device", "reason", "between"),
     [
         ({}, "lap", f"lap {CLOSED}", ("lap", "desk")),
         ({"lap": StageError("lap: llama.cpp failed", "lap", "ring")}, "lap", "lap: llama.cpp failed", ()),
@@ -419,8 +419,8 @@ def accuses(device: str, other: str) -> RankLostError:
         ({"lap": accuses("lap", "tab"), "tab": accuses("tab", "lap")}, "tab", f"tab: lap {CLOSED}", ("tab", "lap")),
     ],
 )
-async def test_the_first_failed_device_of_a_group_or_its_link_is_at_fault(monkeypatch, said, device, reason, between):
-    ring = in_group(monkeypatch, **said)
+async def test_the_first_failed_device_of_a_group_or_its_link_is_at_fault(monkeypatch, errors, device, reason, between):
+    ring = in_group(monkeypatch, **errors)
     found = await ring._cause("lap", RankError(f"lap {CLOSED}", "lap"), "desk")
     assert attributed(found, GROUP, EPOCH) == RingFailed(EPOCH, device, reason, between=between)
 

@@ -63,21 +63,21 @@ class FakeProcess:
 
     def __init__(self) -> None:
         self.reports = 0
-        self.asked = asyncio.Event()
-        self.answers = asyncio.Event()
-        self.answers.set()
+        self.requested = asyncio.Event()
+        self.may_reply = asyncio.Event()
+        self.may_reply.set()
         self.events_: asyncio.Queue[Status] = asyncio.Queue()
 
     async def send(self, command: RingCommand) -> None:
         assert isinstance(command, Report)
         self.reports += 1
-        self.asked.set()
-        await self.answers.wait()
+        self.requested.set()
+        await self.may_reply.wait()
         self.events_.put_nowait(status(self.reports))
 
-    async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
+    async def listen(self, handle: Callable[[RingEvent], None]) -> NoReturn:
         while True:
-            heard(await self.events_.get())
+            handle(await self.events_.get())
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -88,12 +88,12 @@ class FakePart:
 
     def __init__(self, answer: Status | ClusterError | None) -> None:
         self.answer = answer
-        self.asked = 0
+        self.requested = 0
         self.waited_for = asyncio.Event()
         self.given_up = False
 
     async def wait_status(self) -> SimpleNamespace:
-        self.asked += 1
+        self.requested += 1
         self.waited_for.set()
         match self.answer:
             case None:
@@ -158,30 +158,30 @@ async def test_every_device_is_in_the_status():
 
 async def test_concurrent_status_requests_share_one_query_of_the_devices():
     async with in_lab(status(4), status(8)) as here:
-        here.process.answers.clear()
-        asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
+        here.process.may_reply.clear()
+        requests = [asyncio.create_task(here.ring.status()) for _ in range(50)]
         await asyncio.sleep(0)
-        asking[0].cancel()  # its client left; the others keep waiting
-        await here.process.asked.wait()
-        here.process.answers.set()
-        answers = await asyncio.gather(*asking[1:])
-        assert all(answer == answers[0] for answer in answers)
-        assert (here.process.reports, here.lap.asked, here.nas.asked) == (1, 1, 1)
-        assert asking[0].cancelled()
+        requests[0].cancel()  # its client left; the others keep waiting
+        await here.process.requested.wait()
+        here.process.may_reply.set()
+        replies = await asyncio.gather(*requests[1:])
+        assert all(answer == replies[0] for answer in replies)
+        assert (here.process.reports, here.lap.requested, here.nas.requested) == (1, 1, 1)
+        assert requests[0].cancelled()
         await here.ring.status()
-        assert (here.process.reports, here.lap.asked) == (2, 2)
+        assert (here.process.reports, here.lap.requested) == (2, 2)
 
 
 async def test_silent_devices_cost_one_patience_together():
     async with in_lab(None, None, status_timeout_s=0.5) as here:
-        here.process.answers.clear()
+        here.process.may_reply.clear()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        asking = asyncio.create_task(here.ring.status())
-        for asked in (here.process.asked, here.lap.waited_for, here.nas.waited_for):
+        requests = asyncio.create_task(here.ring.status())
+        for asked in (here.process.requested, here.lap.waited_for, here.nas.waited_for):
             await asked.wait()
-        assert not any(part.given_up for part in (here.lap, here.nas)), "they are asked at the same time"
-        printed = await asking
+        assert not any(part.given_up for part in (here.lap, here.nas)), "they are queried at the same time"
+        printed = await requests
         assert loop.time() - began_s >= 0.5
         assert [each["ring"] for each in printed["devices"]] == [None, None, None]
         assert {value for each in printed["devices"] for value in each["memory"].values()} == {None}
@@ -213,7 +213,7 @@ async def test_a_late_status_is_not_the_reply_to_the_next_query():
 
 async def test_the_status_of_a_closing_ring_is_empty():
     async with in_lab(status(4), None) as here:
-        asking = asyncio.create_task(here.ring.status())
-        await here.process.asked.wait()
+        requests = asyncio.create_task(here.ring.status())
+        await here.process.requested.wait()
         await here.ring.close()
-        assert await asking == {}
+        assert await requests == {}

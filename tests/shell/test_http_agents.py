@@ -24,7 +24,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 FUNCTION = {"name": "read_file", "description": "Reads a file.", "parameters": PARAMETERS}
-GIVEN = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.txt"}'}}
+CALL_ITEM = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.txt"}'}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 # github.com/open-webui/open-webui, backend/open_webui/utils/middleware.py: native function calling
@@ -35,7 +35,7 @@ OPEN_WEBUI: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "Today is Monday."},
         {"role": "user", "content": "What is in a.txt?"},
-        {"role": "assistant", "content": "", "tool_calls": [GIVEN | {"index": 0}]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL_ITEM | {"index": 0}]},
         {"role": "tool", "tool_call_id": "call_1", "content": "seven"},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -49,7 +49,7 @@ CONTINUE: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "<important_rules>You are in agent mode.</important_rules>"},
         {"role": "user", "content": [{"type": "text", "text": "What is in a.txt?"}]},
-        {"role": "assistant", "content": " ", "tool_calls": [GIVEN]},
+        {"role": "assistant", "content": " ", "tool_calls": [CALL_ITEM]},
         {"role": "tool", "tool_call_id": "call_1", "content": "seven"},
     ],
     "tools": [{"type": "function", "function": FUNCTION | {"strict": False}, "displayTitle": "Read"}],

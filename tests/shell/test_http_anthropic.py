@@ -21,7 +21,7 @@ anthropic = Lazily("anthropic")
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hi"}]
 LONG = {"role": "user", "content": "x" * 50}
-ASK: dict[str, Any] = {"model": "claude-any", "max_tokens": 50, "messages": HELLO}
+BODY: dict[str, Any] = {"model": "claude-any", "max_tokens": 50, "messages": HELLO}
 VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")
 
 
@@ -46,7 +46,7 @@ def refused(response, status: int) -> dict[str, str]:
 
 
 def test_a_message():
-    body = post(FakeBackend(replies("Grüße"), vocabulary=VOCABULARY), PATH, **ASK).json()
+    body = post(FakeBackend(replies("Grüße"), vocabulary=VOCABULARY), PATH, **BODY).json()
     assert body.pop("id").startswith("msg_")
     assert body == {
         "type": "message",
@@ -65,19 +65,19 @@ def test_a_message():
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "sequence"),
+    ("fields", "reason", "sequence"),
     [({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["x", "ND"]}, "stop_sequence", "ND")],
 )
-def test_why_it_stopped(asked, reason, sequence):
-    body = post(FakeBackend(replies("one END")), PATH, **ASK | asked).json()
+def test_why_it_stopped(fields, reason, sequence):
+    body = post(FakeBackend(replies("one END")), PATH, **BODY | fields).json()
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
-    ended = named_events(post(FakeBackend(replies("one END")), PATH, **ASK | asked, stream=True))[-2][1]
+    ended = named_events(post(FakeBackend(replies("one END")), PATH, **BODY | fields, stream=True))[-2][1]
     assert ended["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
     assert ended["usage"]["output_tokens"] == body["usage"]["output_tokens"]
 
 
 def test_a_stream_has_named_events_and_no_done():
-    got = named_events(post(FakeBackend(replies("ab")), PATH, **ASK, stream=True))
+    got = named_events(post(FakeBackend(replies("ab")), PATH, **BODY, stream=True))
     assert [name for name, _ in got] == [
         "message_start",
         "content_block_start",
@@ -89,7 +89,7 @@ def test_a_stream_has_named_events_and_no_done():
     ]
     assert got[0][1]["message"]["content"] == []
     assert [data["delta"]["text"] for name, data in got if name == "content_block_delta"] == ["a", "b"]
-    empty = named_events(post(FakeBackend(replies()), PATH, **ASK, stream=True))
+    empty = named_events(post(FakeBackend(replies()), PATH, **BODY, stream=True))
     assert [name for name, _ in empty] == ["message_start", "message_delta", "message_stop"]
 
 
@@ -99,8 +99,8 @@ def test_the_system_prompt_without_the_clients_notes_comes_first():
         {"type": "text", "text": "x-anthropic-billing-header: cc=1"},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
     ]
-    post(backend, PATH, **ASK, system=system)
-    post(backend, PATH, **ASK, system="Be long.")
+    post(backend, PATH, **BODY, system=system)
+    post(backend, PATH, **BODY, system="Be long.")
     texts = [bytes(call.prompt[1:]).decode() for call in backend.calls]
     assert texts == ["[system]Be brief.[user]Hi>", "[system]Be long.[user]Hi>"]
 
@@ -109,7 +109,7 @@ def test_blocks_become_messages():
     backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": blocks}]
-    assert post(backend, PATH, **ASK | {"messages": messages}).status_code == 200
+    assert post(backend, PATH, **BODY | {"messages": messages}).status_code == 200
     assert backend.calls[0].prompt == [BOS, *b"[user]a\nb>"]
     assert post(backend, COUNT, model="claude-x", messages=messages).json() == {"input_tokens": 11}
     assert len(backend.calls) == 1
@@ -124,22 +124,22 @@ def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
         return {"output_format": wanted} if is_old else {"output_config": {"format": wanted}}
 
     backend = FakeBackend(replies("{}"), vocabulary=VOCABULARY)
-    assert post(backend, PATH, **ASK | field({"type": "json_schema", "schema": SCHEMA})).status_code == 200
+    assert post(backend, PATH, **BODY | field({"type": "json_schema", "schema": SCHEMA})).status_code == 200
     assert backend.calls[0].sampling.grammar is not None
-    assert post(backend, PATH, **ASK, output_config={"effort": "high"}).status_code == 200
+    assert post(backend, PATH, **BODY, output_config={"effort": "high"}).status_code == 200
     assert backend.calls[1].sampling.grammar is None
-    error = refused(post(backend, PATH, **ASK | field({"type": "json_schema", "schema": {"not": {}}})), 400)
+    error = refused(post(backend, PATH, **BODY | field({"type": "json_schema", "schema": {"not": {}}})), 400)
     assert error["message"].startswith("'output_config.format': the keyword 'not'")
-    refused(post(backend, PATH, **ASK | field({"type": "grammar"})), 400)
+    refused(post(backend, PATH, **BODY | field({"type": "grammar"})), 400)
 
 
 def test_a_name_that_is_neither_claude_nor_served_is_refused():
-    assert refused(post(FakeBackend(replies()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
-    assert post(FakeBackend(replies()), PATH, **ASK | {"model": "toy"}).status_code == 200
+    assert refused(post(FakeBackend(replies()), PATH, **BODY | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
+    assert post(FakeBackend(replies()), PATH, **BODY | {"model": "toy"}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("asked", "reported"),
+    ("fields", "reported"),
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
@@ -150,8 +150,8 @@ def test_a_name_that_is_neither_claude_nor_served_is_refused():
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content"),
     ],
 )
-def test_unsupported_fields_are_named(asked, reported):
-    error = refused(post(FakeBackend(replies()), PATH, **ASK | asked), 400)
+def test_unsupported_fields_are_named(fields, reported):
+    error = refused(post(FakeBackend(replies()), PATH, **BODY | fields), 400)
     assert error["type"] == "invalid_request_error"
     assert reported in error["message"]
 
@@ -167,12 +167,12 @@ def test_unsupported_fields_are_named(asked, reported):
 )
 def test_a_block_with_a_text_is_read_as_text(block, printed):
     backend = FakeBackend(replies("x"))
-    assert post(backend, PATH, **ASK | {"messages": [{"role": "user", "content": [block]}]}).status_code == 200
+    assert post(backend, PATH, **BODY | {"messages": [{"role": "user", "content": [block]}]}).status_code == 200
     assert printed.encode() in bytes(token for token in backend.calls[0].prompt if token < 256)
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words():
-    printed = refused(post(FakeBackend(replies(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)[
+    printed = refused(post(FakeBackend(replies(), context_tokens=16), PATH, **BODY | {"messages": [LONG]}), 400)[
         "message"
     ]
     assert printed.startswith("prompt is too long: ")
@@ -191,13 +191,13 @@ def test_a_prompt_that_does_not_fit_is_still_counted():
 def test_bad_days_have_its_own_shape():
     backend = FakeBackend(replies())
     backend.state = Health(serving=False, taken=False, detail="loading")
-    assert refused(post(backend, PATH, **ASK), 503)["type"] == "overloaded_error"
+    assert refused(post(backend, PATH, **BODY), 503)["type"] == "overloaded_error"
     full = FakeBackend(replies(RequestError("full", status=429)))
-    assert refused(post(full, PATH, **ASK, stream=True), 429)["type"] == "rate_limit_error"
-    assert refused(post(FakeBackend(replies(KeyError("x"))), PATH, **ASK), 500)["type"] == "api_error"
+    assert refused(post(full, PATH, **BODY, stream=True), 429)["type"] == "rate_limit_error"
+    assert refused(post(FakeBackend(replies(KeyError("x"))), PATH, **BODY), 500)["type"] == "api_error"
     assert refused(call(backend, "GET", PATH), 405)["type"] == "invalid_request_error"
-    refused(call(backend, "POST", PATH, json=ASK, headers={"host": "evil.example"}), 403)
-    name, last = named_events(post(FakeBackend(replies("a", RingError("gone"))), PATH, **ASK, stream=True))[-1]
+    refused(call(backend, "POST", PATH, json=BODY, headers={"host": "evil.example"}), 403)
+    name, last = named_events(post(FakeBackend(replies("a", RingError("gone"))), PATH, **BODY, stream=True))[-1]
     assert (name, last["error"]) == ("error", {"type": "overloaded_error", "message": "gone"})
 
 
@@ -247,12 +247,12 @@ async def test_the_official_client():
         served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url,
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
     ):
-        message = await client.messages.create(**ASK)
+        message = await client.messages.create(**BODY)
         assert (message.content[0].text, message.stop_reason) == ("Hello", "end_turn")
-        async with client.messages.stream(**ASK) as stream:
+        async with client.messages.stream(**BODY) as stream:
             assert [text async for text in stream.text_stream] == list("Hello")
             assert (await stream.get_final_message()).usage.output_tokens == 5
         counted = await client.messages.count_tokens(model="claude-x", messages=HELLO)
         assert counted.input_tokens == message.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError):
-            await client.messages.create(**ASK | {"model": "other"})
+            await client.messages.create(**BODY | {"model": "other"})

@@ -62,7 +62,7 @@ def chat(size: int) -> bytes:
     return empty.replace(b'""', b'"%s"' % (b"a" * (size - len(empty))))
 
 
-async def settled() -> None:
+async def turns_of_the_loop() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -70,7 +70,7 @@ async def settled() -> None:
 async def test_a_client_with_endless_bodies_is_refused_and_others_are_not(monkeypatch):
     async with clients_of(monkeypatch, "Hi") as client:
         greedy = [client("10.0.0.1", b"a" * 1000) for _ in range(4)]
-        await settled()
+        await turns_of_the_loop()
         refused = client("10.0.0.1", b"a" * 1000)
         await refused.task
         start = refused.got.get_nowait()
@@ -93,13 +93,13 @@ async def test_a_body_that_grows_beyond_the_share_ends_and_gives_all_back(monkey
 
 
 async def test_a_body_counts_until_its_response_ends(monkeypatch):
-    held = asyncio.Event()
-    async with clients_of(monkeypatch, held, "Hi") as client:
+    gate = asyncio.Event()
+    async with clients_of(monkeypatch, gate, "Hi") as client:
         first = client("10.0.0.1", chat(3900), None)
-        await settled()
+        await turns_of_the_loop()
         assert first.got.empty()
         assert await client("10.0.0.1", chat(500), None).status() == 429
-        held.set()
+        gate.set()
         assert await first.status() == 200
         await first.task
         assert await client("10.0.0.1", chat(3900), None).status() == 200
@@ -110,7 +110,7 @@ async def test_a_client_that_leaves_or_is_too_slow_frees_its_share(monkeypatch, 
     async with clients_of(monkeypatch, "Hi", body_timeout_s=PATIENCE_S if leaves else 0.01) as client:
         slow = client("10.0.0.1", b"a" * 4000)
         if leaves:
-            await settled()
+            await turns_of_the_loop()
             slow.task.cancel()
             await asyncio.wait([slow.task])
         else:

@@ -37,8 +37,8 @@ def test_usage_has_the_cached_tokens():
 
 
 def test_streams_report_cached_tokens_with_their_usage():
-    asked = PATHS["/v1/chat/completions"] | {"stream_options": {"include_usage": True}}
-    *_, counts, _ = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
+    fields = PATHS["/v1/chat/completions"] | {"stream_options": {"include_usage": True}}
+    *_, counts, _ = events(post(reuses(2), "/v1/chat/completions", stream=True, **fields))
     assert counts["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     reported = post(reuses(2), "/v1/messages", stream=True, **PATHS["/v1/messages"]).text
     delta = next(line for line in reported.split("\n") if line.startswith('data: {"type":"message_delta"'))
@@ -48,22 +48,22 @@ def test_streams_report_cached_tokens_with_their_usage():
 
 
 def test_a_response_ended_by_a_stop_string_reports_cached_tokens_too():
-    asked = PATHS["/v1/chat/completions"] | {"stop": ["s"]}
-    assert post(reuses(2), "/v1/chat/completions", **asked).json()["usage"]["prompt_tokens_details"] == {
+    fields = PATHS["/v1/chat/completions"] | {"stop": ["s"]}
+    assert post(reuses(2), "/v1/chat/completions", **fields).json()["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 2
     }
 
 
 def test_progress_starts_with_the_cached_tokens():
-    asked = PATHS["/v1/chat/completions"] | {"return_progress": True}
-    reported = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
+    fields = PATHS["/v1/chat/completions"] | {"return_progress": True}
+    reported = events(post(reuses(2), "/v1/chat/completions", stream=True, **fields))
     progress = [event["prompt_progress"] for event in reported if "prompt_progress" in event]
     assert [(each["cache"], each["processed"]) for each in progress] == [(2, 2)]
 
 
 def test_a_prompt_with_several_choices_is_counted_once():
-    asked = {"prompt": ["Hello", "Hello"], "n": 2}
-    used = post(reuses(3), "/v1/completions", **asked).json()["usage"]
+    fields = {"prompt": ["Hello", "Hello"], "n": 2}
+    used = post(reuses(3), "/v1/completions", **fields).json()["usage"]
     assert used["prompt_tokens_details"] == {"cached_tokens": 6}
 
 

@@ -13,7 +13,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 TEMPLATE = ByteVocabulary(chat_template="{{ messages[-1].content }}")
 NAMES = ModelNames(aliases=("gpt-4o",))
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
-ASKED: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "Hi"},
     "/completion": {"prompt": "Hi"},
@@ -29,31 +29,31 @@ def long(value: Any) -> Any:
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_phrase_that_clients_look_for():
-    for path, asked in ASKED.items():
-        body = {key: value if key == "max_tokens" else long(value) for key, value in asked.items()}
+    for path, request in BODIES.items():
+        body = {key: value if key == "max_tokens" else long(value) for key, value in request.items()}
         answer = post(FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64), path, model="toy", **body)
         assert (answer.status_code, "exceeds the available context size" in answer.text) == (400, True), answer.text
 
 
 def test_the_response_has_the_requested_model_name():
-    def asked(path: str, **body: Any) -> Any:
+    def request(path: str, **body: Any) -> Any:
         return call(FakeBackend(replies("x"), vocabulary=TEMPLATE), "POST", path, json=body, names=NAMES)
 
-    for path, body in ASKED.items():
-        assert asked(path, stream=False, model="gpt-4o", **body).json()["model"] == "gpt-4o", path
+    for path, body in BODIES.items():
+        assert request(path, stream=False, model="gpt-4o", **body).json()["model"] == "gpt-4o", path
     for path in ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses"):
-        assert asked(path, **ASKED[path]).json()["model"] == "toy", path
-    streamed = events(asked("/v1/chat/completions", stream=True, model="gpt-4o", messages=HELLO))
+        assert request(path, **BODIES[path]).json()["model"] == "toy", path
+    streamed = events(request("/v1/chat/completions", stream=True, model="gpt-4o", messages=HELLO))
     assert {event["model"] for event in streamed[:-1]} == {"gpt-4o"}
 
 
 def test_tokens_are_counted_even_for_a_prompt_that_is_too_long():
     backend = FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64)
     for path in ("/v1/chat/completions", "/v1/responses"):
-        reported = post(backend, f"{path}/input_tokens", **ASKED[path]).json()
+        reported = post(backend, f"{path}/input_tokens", **BODIES[path]).json()
         assert reported == {"object": "response.input_tokens", "input_tokens": 3}
-        field = next(iter(ASKED[path]))
-        assert post(backend, f"{path}/input_tokens", **{field: long(ASKED[path][field])}).json()["input_tokens"] == 501
+        field = next(iter(BODIES[path]))
+        assert post(backend, f"{path}/input_tokens", **{field: long(BODIES[path][field])}).json()["input_tokens"] == 501
     assert post(backend, "/v1/responses/input_tokens", input="Hi", model="other").status_code == 404
     assert not backend.calls
 

@@ -149,11 +149,11 @@ def test_choices_that_stream_each_have_a_role_and_an_end():
     assert got[-2]["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(("path", "asks"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
-def test_a_request_has_a_priority_and_may_expire_until_its_first_choice_starts(path, asks):
+@pytest.mark.parametrize(("path", "fields"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
+def test_a_request_has_a_priority_and_may_expire_until_its_first_choice_starts(path, fields):
     backend = FakeBackend(replies("a"))
-    post(backend, path, **asks, n=2, priority=-3)
-    post(backend, path, **asks)
+    post(backend, path, **fields, n=2, priority=-3)
+    post(backend, path, **fields)
     assert [(call.priority, call.may_expire) for call in backend.calls] == [(-3, True), (-3, False), (0, True)]
 
 
@@ -313,15 +313,15 @@ def test_a_stream_reports_prompt_progress_on_request(path, body):
 async def test_logprobs_without_streaming_have_a_bound_that_callers_share(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_LISTED", 100)
     app = create_app(FakeBackend(replies("x" * 20)))
-    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
+    options = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
 
-    async def ask(**more: Any) -> httpx.Response:
+    async def send(**more: Any) -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post(CHAT, json=asked | more)
+            return await client.post(CHAT, json=options | more)
 
     for _ in range(3):
-        assert (await ask(max_tokens=4)).status_code == 200
-        refused = await ask()
+        assert (await send(max_tokens=4)).status_code == 200
+        refused = await send()
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
-    assert (await ask(stream=True)).text.count('"top_logprobs"') == 20
+    assert (await send(stream=True)).text.count('"top_logprobs"') == 20

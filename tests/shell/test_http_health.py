@@ -33,7 +33,7 @@ class Watched:
         await self.app(scope, receive, send)
 
 
-async def answers(
+async def responses(
     sent: bytes, backend: FakeBackend | None = None
 ) -> tuple[list[tuple[bytes, dict[bytes, bytes], bytes]], int]:
     """The status line, headers and body of each response to ``sent``, and the number of requests to the app."""
@@ -62,9 +62,9 @@ async def test_the_health_check_equals_the_response_of_the_application(path, ser
     backend = FakeBackend(replies())
     backend.state = Health(serving=serving, taken=serving, detail="as it is")
     sent = PLAIN.replace(b"/health", path)
-    (plain,), by_none = await answers(sent + LAST, backend)
-    (asked,), by_app = await answers(sent + b"Origin: http://localhost\r\n" + LAST, backend)
-    assert plain == asked
+    (plain,), by_none = await responses(sent + LAST, backend)
+    (may_return,), by_app = await responses(sent + b"Origin: http://localhost\r\n" + LAST, backend)
+    assert plain == may_return
     assert (by_none, by_app) == (0, 1)
 
 
@@ -83,19 +83,19 @@ async def test_the_health_check_equals_the_response_of_the_application(path, ser
     ids=["HEAD", "slash", "query", "foreign host", "expect", "upgrade", "body", "long"],
 )
 async def test_whatever_is_not_plain_is_a_request_like_any_other(sent):
-    assert (await answers(sent + LAST))[1] == 1
+    assert (await responses(sent + LAST))[1] == 1
 
 
 @pytest.mark.parametrize("wrong", [b"Host: localhost\r\n", b"X: y\n", b" folded\r\n", b"X\x00: y\r\n"])
 async def test_a_health_check_that_is_not_http_is_refused(wrong):
-    ((line, _, _),), requests = await answers(PLAIN + wrong + LAST)
+    ((line, _, _),), requests = await responses(PLAIN + wrong + LAST)
     assert (line, requests) == (b"HTTP/1.1 400 Bad Request", 0)
 
 
 async def test_pipelined_health_checks_and_requests_get_responses_in_order():
     page = b"GET /nothing HTTP/1.1\r\nHost: desk.lan\r\n\r\n"
     check = PLAIN.replace(b"localhost", b"desk.lan") + b"\r\n"
-    found, requests = await answers((check * 9 + page) * 9 + PLAIN + LAST)
+    found, requests = await responses((check * 9 + page) * 9 + PLAIN + LAST)
     lines = [line for line, _, _ in found]
     assert lines == [*([b"HTTP/1.1 200 OK"] * 9 + [b"HTTP/1.1 404 Not Found"]) * 9, b"HTTP/1.1 200 OK"]
     assert requests == 9
@@ -103,7 +103,7 @@ async def test_pipelined_health_checks_and_requests_get_responses_in_order():
 
 async def test_they_are_counted():
     metrics = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + LAST
-    text = (await answers((PLAIN + b"\r\n") * 3 + metrics))[0][-1][2]
+    text = (await responses((PLAIN + b"\r\n") * 3 + metrics))[0][-1][2]
     assert b'primad_http_requests_total{code="200",path="/health"} 3.0' in text
 
 
@@ -130,14 +130,14 @@ async def test_a_client_that_repeats_requests_and_reads_nothing_fills_no_memory(
 
 
 async def test_concurrent_callers_share_one_result_that_is_computed_after_their_calls():
-    made, going, asked = 0, asyncio.Event(), asyncio.Event()
+    made, going, may_return = 0, asyncio.Event(), asyncio.Event()
 
     async def make() -> int:
         nonlocal made
         made += 1
         number = made
         going.set()
-        await asked.wait()
+        await may_return.wait()
         return number
 
     shared = Shared(make, 0.01)
@@ -146,5 +146,5 @@ async def test_concurrent_callers_share_one_result_that_is_computed_after_their_
     later = [asyncio.create_task(shared.get()) for _ in range(99)]
     await asyncio.sleep(0)
     later[0].cancel()
-    asked.set()
+    may_return.set()
     assert [[await first], await asyncio.gather(*later[1:])] == [[1], [2] * 98]

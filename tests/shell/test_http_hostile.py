@@ -83,15 +83,15 @@ HOSTILE: list[tuple[str, Body]] = [
 class GradualBackend(FakeBackend):
     """Yields one token per turn of the loop, as a ring does, and accepts any length of prompt."""
 
-    async def generate(self, asked: Generate, **how: Any) -> AsyncGenerator[GenerationEvent, None]:
-        short = msgspec.structs.replace(asked, prompt=asked.prompt[-9:])
+    async def generate(self, requests: Generate, **how: Any) -> AsyncGenerator[GenerationEvent, None]:
+        short = msgspec.structs.replace(requests, prompt=requests.prompt[-9:])
         async with aclosing(super().generate(short, **how)) as events:
             async for event in events:
                 await asyncio.sleep(0)
                 yield event
 
 
-class Asked:
+class Sender:
     """The application with a real text process, called as uvicorn calls it."""
 
     def __init__(self, service: TextService, backend: FakeBackend) -> None:
@@ -134,25 +134,25 @@ async def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str,
         async with asyncio.timeout(PATIENCE_S):
             assert backend.served is not None
             backend.served = replace(backend.served, vocabulary=await service.pieces())
-            ask = Asked(service, backend)
-            await ask("/v1/chat/completions", json.dumps({"messages": HELLO}).encode())
+            send = Sender(service, backend)
+            await send("/v1/chat/completions", json.dumps({"messages": HELLO}).encode())
             bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in requests]
-            answers, stood = list[tuple[int, int]](), list[str]()
+            responses, stood = list[tuple[int, int]](), list[str]()
             with watched_loop() as late:
                 for to, body in bodies:
-                    answers.append(await ask(to, body))
+                    responses.append(await send(to, body))
                     stood += [f"{to} {body[:60]!r}: {each}" for each in late[len(stood) :]]
             assert not stood, "\n".join(stood)
-            slow = [refusal for refusal in ask.refusals if b"took more than" in refusal]
+            slow = [refusal for refusal in send.refusals if b"took more than" in refusal]
             assert not slow, "work that grows faster than the request"
-            return answers
+            return responses
     finally:
         await service.close()
 
 
 async def test_no_request_stops_the_loop(tmp_path):
-    answers = await hostile(tmp_path, GradualBackend(replies("Hi"), context_tokens=1 << 14), HOSTILE)
-    wrong = [(to, status) for (to, _), (status, _) in zip(HOSTILE, answers, strict=True) if status not in (200, 400)]
+    responses = await hostile(tmp_path, GradualBackend(replies("Hi"), context_tokens=1 << 14), HOSTILE)
+    wrong = [(to, status) for (to, _), (status, _) in zip(HOSTILE, responses, strict=True) if status not in (200, 400)]
     assert not wrong
 
 
@@ -160,7 +160,7 @@ async def test_no_response_blocks_the_event_loop(tmp_path):
     def at_length(call: Call) -> list[int]:
         return [65] * min(call.max_tokens, 1500)
 
-    asked: list[tuple[str, Body]] = [
+    requests: list[tuple[str, Body]] = [
         ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 20}),
         ("/v1/completions", {"prompt": "Hi", "max_tokens": -1, "logprobs": 20}),
         ("/v1/completions", {"prompt": "Hi", "n": 16, "max_tokens": 99, "logprobs": 5, "stream": True}),
@@ -169,6 +169,6 @@ async def test_no_response_blocks_the_event_loop(tmp_path):
         ("/completion", {"prompt": "Hi", "n_probs": 100, "stream": True, "stop": ["A" * 255 + "b"]}),
         ("/completion", {"prompt": "Hi", "n_probs": 100, "response_fields": ["completion_probabilities"]}),
     ]
-    answers = await hostile(tmp_path, GradualBackend(at_length, context_tokens=1 << 14), asked)
-    assert [status for status, _ in answers] == [200] * len(asked)
-    assert answers[0][1] > 1_000_000
+    responses = await hostile(tmp_path, GradualBackend(at_length, context_tokens=1 << 14), requests)
+    assert [status for status, _ in responses] == [200] * len(requests)
+    assert responses[0][1] > 1_000_000

@@ -77,15 +77,15 @@ async def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_en
 
 
 async def test_headers_are_sent_before_the_first_event() -> None:
-    client, begun = Client(), asyncio.Event()
+    client, started = Client(), asyncio.Event()
 
     async def send(message: Message) -> None:
         await client.send(message)
         if message["type"] == "http.response.start":
-            begun.set()
+            started.set()
 
     async def words():
-        await begun.wait()
+        await started.wait()
         yield Word("one")
 
     async with asyncio.timeout(PATIENCE_S):

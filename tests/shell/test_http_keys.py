@@ -80,8 +80,8 @@ def test_a_host_name_is_refused_before_a_key_is_looked_at():
 
 def test_an_allowed_page_gets_its_preflight_without_a_key_and_can_read_refusals():
     app, origin = app_for(key(), origins=("http://desk.lan",)), {"origin": "http://desk.lan"}
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    assert ask(app, "OPTIONS", "/v1/chat/completions", headers=origin | asks).status_code == 200
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert ask(app, "OPTIONS", "/v1/chat/completions", headers=origin | preflight).status_code == 200
     refused = ask(app, "POST", "/v1/chat/completions", headers=origin, json=HELLO)
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "http://desk.lan"
@@ -101,9 +101,9 @@ def test_requests_over_the_limit_get_retry_after():
 def test_the_ring_gets_the_owner_of_a_request(stream):
     backend = FakeBackend(replies("Hello"))
     guarded = create_app(backend, admission=Admission(door=Door(lambda: [key()])))
-    asked = HELLO | {"stream": stream}
-    assert ask(guarded, "POST", "/v1/chat/completions", headers={"x-api-key": KEY}, json=asked).status_code == 200
-    assert ask(create_app(backend), "POST", "/v1/chat/completions", json=asked).status_code == 200
+    fields = HELLO | {"stream": stream}
+    assert ask(guarded, "POST", "/v1/chat/completions", headers={"x-api-key": KEY}, json=fields).status_code == 200
+    assert ask(create_app(backend), "POST", "/v1/chat/completions", json=fields).status_code == 200
     assert [call.owner for call in backend.calls] == ["laptop", ""]
 
 
@@ -130,8 +130,8 @@ async def test_without_keys_each_machine_is_one_owner(address, owner):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_prompt_and_completion_count_towards_the_limit(stream):
     app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}
-    asked = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours' worth of the limit
-    first = ask(app, "POST", "/v1/chat/completions", headers=headers, json=asked)
+    fields = {"messages": [{"role": "user", "content": "x" * 200}], "stream": stream}  # hours' worth of the limit
+    first = ask(app, "POST", "/v1/chat/completions", headers=headers, json=fields)
     assert first.status_code == 200
     second = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)
     assert second.status_code == 429

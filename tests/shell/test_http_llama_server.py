@@ -45,14 +45,14 @@ def test_the_template_is_applied_and_its_properties_are_served():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "word", "text"),
+    ("options", "kind", "word", "text"),
     [({}, "eos", "", "one END"), ({"n_predict": 2}, "limit", "", "on"), ({"stop": ["END"]}, "word", "END", "one ")],
 )
-def test_a_completion_has_its_stop_reason(asked, kind, word, text):
-    whole = post(FakeBackend(replies("one END")), "/completion", prompt="Hi", **asked).json()
+def test_a_completion_has_its_stop_reason(options, kind, word, text):
+    whole = post(FakeBackend(replies("one END")), "/completion", prompt="Hi", **options).json()
     assert (whole["content"], whole["stop"], whole["stop_type"], whole["stopping_word"]) == (text, True, kind, word)
     assert (whole["tokens_evaluated"], whole["timings"]["prompt_n"]) == (3, 3)
-    *parts, end = events(post(FakeBackend(replies("one END")), "/completion", prompt="Hi", stream=True, **asked))
+    *parts, end = events(post(FakeBackend(replies("one END")), "/completion", prompt="Hi", stream=True, **options))
     assert "".join(part["content"] for part in parts) == text
     assert not any(part["stop"] for part in parts)
     assert (end["stop"], end["stop_type"], end["content"]) == (True, kind, "")
@@ -72,16 +72,16 @@ def test_a_whole_completion_has_the_time_of_its_tokens(monkeypatch):
 
 
 def test_a_completion_has_its_sampling_settings_and_prompt():
-    asked = {"top_k": 7, "stop": ["END"], "logit_bias": [[5, False], ["a", 1]], "n_predict": 9, "seed": 5, "n": 2}
+    options = {"top_k": 7, "stop": ["END"], "logit_bias": [[5, False], ["a", 1]], "n_predict": 9, "seed": 5, "n": 2}
     backend = FakeBackend(replies("one\ntwo"))
-    whole = post(backend, "/completion", prompt=["Hi", [BOS, 72]], **asked).json()
+    whole = post(backend, "/completion", prompt=["Hi", [BOS, 72]], **options).json()
     assert [each["prompt"] for each in whole] == ["<s>Hi", "<s>Hi", "<s>H", "<s>H"]
     assert [each["generation_settings"]["seed"] for each in whole] == [5, 6, 5, 6]
     assert all(each["has_new_line"] for each in whole)
     printed = whole[0]["generation_settings"]
     assert (printed["top_k"], printed["stop"], printed["n_predict"], printed["n_ctx"]) == (7, ["END"], 9, 4096)
     assert printed["logit_bias"] == [{"token": 5, "bias": None}, {"token": 97, "bias": 1.0}]
-    end = events(post(backend, "/completion", prompt="Hi", stream=True, **asked))[-1]
+    end = events(post(backend, "/completion", prompt="Hi", stream=True, **options))[-1]
     assert end["has_new_line"] is True
     assert end["generation_settings"] == printed | {"stream": True, "seed": end["generation_settings"]["seed"]}
     only = post(backend, "/completion", prompt="Hi", response_fields=["generation_settings/n_predict", "prompt"]).json()
@@ -103,8 +103,8 @@ async def test_a_long_list_of_tokens_is_written_in_pieces():
 
 
 def test_settings_that_are_too_long_are_not_repeated_for_each_choice():
-    asked = {"prompt": "Hi", "n_predict": 1, "stop": [f"{n:x<255}" for n in range(64)], "logit_bias": [[5, 1]]}
-    few, many = (post(FakeBackend(replies("a")), "/completion", n=n, **asked) for n in (2, 128))
+    options = {"prompt": "Hi", "n_predict": 1, "stop": [f"{n:x<255}" for n in range(64)], "logit_bias": [[5, 1]]}
+    few, many = (post(FakeBackend(replies("a")), "/completion", n=n, **options) for n in (2, 128))
     assert all(len(each["generation_settings"]["stop"]) == 64 for each in few.json())
     for each in many.json():
         settings = each["generation_settings"]
@@ -120,33 +120,33 @@ def test_every_event_has_its_timings_on_request():
     assert all(event["timings"].keys() == reported[-1]["timings"].keys() for event in reported)
     silent = events(post(FakeBackend(replies("abc")), "/completion", prompt="Hi", stream=True))
     assert ["timings" in event for event in silent] == [False, False, False, True]
-    for path, asked in (
+    for path, options in (
         ("/v1/completions", {"prompt": "Hi"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     ):
         made = FakeBackend(replies("abc"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
-        *reported, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
+        *reported, _ = events(post(made, path, stream=True, timings_per_token=True, **options))
         timed = [event["timings"]["predicted_n"] for event in reported if "timings" in event]
         assert timed == [1, 2, 3, 3]
-        *silent, last, _ = events(post(made, path, stream=True, **asked))
+        *silent, last, _ = events(post(made, path, stream=True, **options))
         assert not any("timings" in event for event in silent)
-        whole = post(made, path, **asked).json()
+        whole = post(made, path, **options).json()
         assert last["timings"]["predicted_n"] == whole["timings"]["predicted_n"] == 3
         assert whole["timings"].keys() == last["timings"].keys()
         counted = {"include_usage": True}
-        *_, counts, _ = events(post(made, path, stream=True, stream_options=counted, **asked))
+        *_, counts, _ = events(post(made, path, stream=True, stream_options=counted, **options))
         assert (counts["choices"], counts["timings"]["predicted_n"]) == ([], 3)
 
 
 def test_zero_tokens_to_predict_computes_only_the_prompt():
-    for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
+    for path, options in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
         backend = FakeBackend(
             replies("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
         )
-        whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **asked).json()
+        whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **options).json()
         assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
         assert whole["tokens_evaluated"] == whole["timings"]["prompt_n"] == len(backend.calls[0].prompt)
-        (end,) = events(post(backend, path, n_predict=0, stream=True, **asked))
+        (end,) = events(post(backend, path, n_predict=0, stream=True, **options))
         assert (end["stop"], end["tokens_predicted"]) == (True, 0)
         assert [each.max_tokens for each in backend.calls] == [1, 1]
 
@@ -173,7 +173,7 @@ def test_a_prompt_of_ids_and_texts_is_one_prompt():
 
 
 def test_several_prompts_and_choices_have_an_index():
-    for asked, prompts in (
+    for options, prompts in (
         ({"prompt": ["a", "b"]}, [[BOS, 97], [BOS, 98]]),
         ({"prompt": ["a"]}, [[BOS, 97]]),
         ({"prompt": [[97, 98], "c", [97, "b"]]}, [[97, 98], [BOS, 99], [97, 98]]),
@@ -181,13 +181,13 @@ def test_several_prompts_and_choices_have_an_index():
         ({"prompt": [97, 98]}, [[97, 98]]),
     ):
         backend = FakeBackend(replies("xy"))
-        reported = post(backend, "/completion", **asked).json()
+        reported = post(backend, "/completion", **options).json()
         reported = reported if isinstance(reported, list) else [reported]
         assert [each.prompt for each in backend.calls] == prompts
         assert [(each["index"], each["content"]) for each in reported] == [(i, "xy") for i in range(len(prompts))]
         assert [each["tokens_evaluated"] for each in reported] == [len(prompt) for prompt in prompts]
         assert all(each["timings"]["predicted_n"] == each["tokens_predicted"] == 2 for each in reported)
-        streamed = events(post(FakeBackend(replies("xy")), "/completion", stream=True, **asked))
+        streamed = events(post(FakeBackend(replies("xy")), "/completion", stream=True, **options))
         for index in range(len(prompts)):
             assert "".join(each["content"] for each in streamed if each["index"] == index) == "xy"
             assert [each["stop"] for each in streamed if each["index"] == index] == [False, False, True]
@@ -197,13 +197,13 @@ def test_several_prompts_and_choices_have_an_index():
 
 def test_probabilities_have_llama_servers_shape():
     whole = post(FakeBackend(replies("aé")), "/completion", prompt="Hi", n_probs=2).json()
-    first, begun, _ = whole["completion_probabilities"]
+    first, middle, _ = whole["completion_probabilities"]
     assert (first["id"], first["token"], first["bytes"], first["logprob"]) == (97, "a", [97], -0.5)
     assert first["top_logprobs"] == [
         {"id": 97, "token": "a", "bytes": [97], "logprob": -0.5},
         {"id": 98, "token": "b", "bytes": [98], "logprob": -1.0},
     ]
-    assert (begun["token"], begun["bytes"]) == ("", [195])
+    assert (middle["token"], middle["bytes"]) == ("", [195])
     *parts, end = events(post(FakeBackend(replies("aé")), "/completion", prompt="Hi", n_probs=2, stream=True))
     assert [each for part in parts for each in part["completion_probabilities"]] == whole["completion_probabilities"]
     assert "completion_probabilities" not in end
@@ -213,8 +213,10 @@ def test_probabilities_have_llama_servers_shape():
 
 
 def test_a_completion_at_the_context_limit_is_truncated_and_fields_can_be_selected():
-    for asked, is_cut in (({}, True), ({"n_predict": 2}, False)):
-        reported = post(FakeBackend(replies("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
+    for options, is_cut in (({}, True), ({"n_predict": 2}, False)):
+        reported = post(
+            FakeBackend(replies("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **options
+        ).json()
         assert (reported["stop_type"], reported["truncated"]) == ("limit", is_cut)
     fields = ["content", "timings/prompt_n", "no/such", ""]
     assert post(FakeBackend(replies("a")), "/completion", prompt="Hi", response_fields=fields).json() == {

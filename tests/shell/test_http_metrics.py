@@ -50,11 +50,11 @@ async def after(
 ) -> tuple[Scraped, list[httpx.Response]]:
     """The scrape after ``requests`` to the same app, and their responses."""
     async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
-        answers = [await client.request(method, path, **more) for method, path, more in requests]
-        return (Scraped(await client.get("/metrics")), answers)
+        responses = [await client.request(method, path, **more) for method, path, more in requests]
+        return (Scraped(await client.get("/metrics")), responses)
 
 
-def ask(prompt: str = "Hi", **more: Any) -> tuple[str, str, dict[str, Any]]:
+def completion(prompt: str = "Hi", **more: Any) -> tuple[str, str, dict[str, Any]]:
     return "POST", COMPLETIONS, {"json": {"prompt": prompt, **more}}
 
 
@@ -71,7 +71,7 @@ def test_every_metric_has_its_unit_and_its_words():
 
 
 async def test_requests_tokens_and_times_are_counted():
-    found, _ = await after(FakeBackend(replies("abc")), ask("Hey"), ask("Hey", stream=True))
+    found, _ = await after(FakeBackend(replies("abc")), completion("Hey"), completion("Hey", stream=True))
     assert found("http_requests_total", path=COMPLETIONS, code="200") == 2
     assert found("prompt_tokens_total") == 8  # including BOS
     assert found("completion_tokens_total") == 6
@@ -96,8 +96,8 @@ async def test_ttft_is_recorded_separately_from_tpot():
     assert [part.finish async for part in metrics.metered(written(), 3)] == [None, None, None, "stop"]
     body = metrics.render(StatusBody(serving=True, detail="", model=None))
     found = Scraped(httpx.Response(200, content=body, headers={"content-type": MEDIA_TYPE}))
-    assert [found(f"time_to_first_token_seconds_{what}") for what in ("count", "sum")] == [1, 2]
-    assert [found(f"time_per_output_token_seconds_{what}") for what in ("count", "sum")] == [2, 0.75]
+    assert [found(f"time_to_first_token_seconds_{suffix}") for suffix in ("count", "sum")] == [1, 2]
+    assert [found(f"time_per_output_token_seconds_{suffix}") for suffix in ("count", "sum")] == [2, 0.75]
     assert found("time_per_output_token_seconds_bucket", le="0.25") == 1
 
 
@@ -110,14 +110,14 @@ async def test_ttft_is_recorded_separately_from_tpot():
     ],
 )
 async def test_failed_requests_are_counted_by_their_end(script, end):
-    found, answers = await after(FakeBackend(script), ask())
+    found, responses = await after(FakeBackend(script), completion())
     assert found("answers_total", end=end) == 1
     assert found("answers_open") == 0
-    assert found("http_requests_total", path=COMPLETIONS, code=str(answers[0].status_code)) == 1
+    assert found("http_requests_total", path=COMPLETIONS, code=str(responses[0].status_code)) == 1
 
 
 async def test_a_request_that_ends_at_its_limit_counts_as_length():
-    found, _ = await after(FakeBackend(replies("abcdef")), ask(max_tokens=2))
+    found, _ = await after(FakeBackend(replies("abcdef")), completion(max_tokens=2))
     assert found("answers_total", end="length") == 1
     assert found("answers_total", end="left") is None
 
@@ -129,13 +129,13 @@ async def test_a_client_that_leaves():
     app = create_app(backend)
     client = BareClient(COMPLETIONS, prompt="Hi", stream=True)
     async with asyncio.timeout(PATIENCE_S):
-        asking = asyncio.create_task(app(client.scope, client.receive, client.send))
+        task = asyncio.create_task(app(client.scope, client.receive, client.send))
         while (await client.got.get()).get("body", b"") == b"":
             pass
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as other:
             assert Scraped(await other.get("/metrics"))("answers_open") == 1
             client.left.set()
-            await asking
+            await task
             found = Scraped(await other.get("/metrics"))
     assert found("answers_total", end="left") == 1
     assert found("answers_open") == 0
@@ -145,10 +145,10 @@ async def test_a_client_that_leaves():
 async def test_refusals_are_counted_and_no_client_makes_new_series():
     backend = FakeBackend(replies())
     odd = [("GET", f"/secret/{i}", {}) for i in range(5)] + [("GET", f"/v1/models/m{i}", {}) for i in range(3)]
-    found, answers = await after(
+    found, responses = await after(
         backend, *odd, ("POST", CHAT, {"json": {}}), ("GET", "/", {"headers": {"host": "evil.example"}})
     )
-    assert [answer.status_code for answer in answers] == [404] * 8 + [400, 403]
+    assert [answer.status_code for answer in responses] == [404] * 8 + [400, 403]
     assert found("http_requests_total", path="other", code="404") == 5
     assert found("http_requests_total", path="/v1/models/{id}", code="404") == 3
     assert found("http_requests_total", path=CHAT, code="400") == 1
@@ -250,8 +250,8 @@ def test_a_name_cannot_add_a_line():
 
 
 async def test_two_apps_count_separately():
-    first, _ = await after(FakeBackend(replies("a")), ask())
-    second, _ = await after(FakeBackend(replies("a")), ask())
+    first, _ = await after(FakeBackend(replies("a")), completion())
+    second, _ = await after(FakeBackend(replies("a")), completion())
     assert first("answers_total", end="stop") == second("answers_total", end="stop") == 1
 
 

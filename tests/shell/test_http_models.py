@@ -68,7 +68,7 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(bounded())
 
 
-def ask(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
+def request(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
     async def once() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -78,7 +78,7 @@ def ask(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
 
 
 def post(models: FakeModels, path: str, **body: Any) -> httpx.Response:
-    return ask(app_of(models), "POST", path, json=body)
+    return request(app_of(models), "POST", path, json=body)
 
 
 @every
@@ -121,9 +121,9 @@ def test_a_request_without_a_model_gets_the_last_used_one_if_its_dialect_allows_
     models = two()
     post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
     answer = post(models, path, stream=False, **DIALECTS[path])
-    needs_one = path.startswith(("/api/", "/v1/messages"))
-    assert answer.status_code == (400 if needs_one else 200), answer.text
-    assert len(models.uses) == (1 if needs_one else 2)
+    requires_name = path.startswith(("/api/", "/v1/messages"))
+    assert answer.status_code == (400 if requires_name else 200), answer.text
+    assert len(models.uses) == (1 if requires_name else 2)
 
 
 @every
@@ -140,14 +140,14 @@ def test_every_name_is_accepted_with_the_owners_option():
     models = two()
     app = app_of(models, names=ModelNames(any_model=True))
     for name, text in (("two", "two"), ("gpt-4o", "two"), ("one", "one"), ("gpt-4o", "one")):
-        assert text in _text_of(ask(app, "POST", "/v1/completions", json={"model": name, "prompt": "Hi"}).text)
+        assert text in _text_of(request(app, "POST", "/v1/completions", json={"model": name, "prompt": "Hi"}).text)
 
 
 def test_built_in_model_names_of_clients_mean_the_last_used_model():
     models = two()
     post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
     body = {**DIALECTS["/v1/messages"], "model": "claude-opus-9"}
-    assert "two" in ask(app_of(models), "POST", "/v1/messages", json=body).text
+    assert "two" in request(app_of(models), "POST", "/v1/messages", json=body).text
 
 
 @every
@@ -226,8 +226,8 @@ def test_a_client_that_leaves_ends_its_wait(path, streams):
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_model_is_in_use_until_the_response_has_ended_even_if_the_client_left(streams):
     async def main() -> None:
-        goes_on = asyncio.Event()
-        models = FakeModels(backend_of("one", "a", goes_on))
+        may_continue = asyncio.Event()
+        models = FakeModels(backend_of("one", "a", may_continue))
         client = BareClient("/v1/completions", model="one", stream=streams, prompt="Hi")
         async with asyncio.TaskGroup() as group:
             group.create_task(app_of(models)(client.scope, client.receive, client.send))
@@ -268,11 +268,11 @@ def test_a_body_that_cannot_be_read_is_refused_by_its_dialect_and_loads_nothing(
     models = two()
     for body in (b"{", b"[]", b'{"model": 5}', b'{"model": "' + b"x" * 600 + b'"}', b"\xff"):
         for path in DIALECTS:
-            answer = ask(app_of(models), "POST", path, content=body)
+            answer = request(app_of(models), "POST", path, content=body)
             assert answer.status_code == 400, (path, body, answer.text)
     assert (models.uses, models.loaded()) == ([], {})
     models.change("one", state=ModelState.LOADED)
-    answer = ask(app_of(models), "POST", "/v1/completions", content=b'{"model": 5}')
+    answer = request(app_of(models), "POST", "/v1/completions", content=b'{"model": 5}')
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert models.uses == []
 
@@ -284,7 +284,9 @@ def test_a_body_that_only_its_dialect_can_read_does_not_reach_another_model(path
     models = two()
     models.change("one", state=ModelState.LOADED)
     rest = json.dumps(DIALECTS[path])[1:].encode()
-    ask(app_of(models), "POST", path, content=b'{"model": "two", "stream": ' + stream + b", " + wrong + b", " + rest)
+    request(
+        app_of(models), "POST", path, content=b'{"model": "two", "stream": ' + stream + b", " + wrong + b", " + rest
+    )
     assert not models.backends["one"].calls
 
 
@@ -365,23 +367,23 @@ def test_text_paths_use_the_model_of_their_body_or_query():
     ):
         assert post(models, path, model="one", **body).status_code == 200
         if "messages/" not in path:
-            assert ask(app_of(models), "POST", path, params={"model": "two"}, json=body).status_code == 200
+            assert request(app_of(models), "POST", path, params={"model": "two"}, json=body).status_code == 200
     assert {name for name, _, _ in models.uses} == {"one", "org/two:Q4_K_M"}
 
 
 def test_looking_at_a_model_does_not_load_it():
     models = two()
     app = app_of(models)
-    assert ask(app, "GET", "/props").json()["role"] == "router"
-    assert ask(app, "GET", "/slots").json() == []
-    answer = ask(app, "GET", "/props?model=two")
+    assert request(app, "GET", "/props").json()["role"] == "router"
+    assert request(app, "GET", "/slots").json() == []
+    answer = request(app, "GET", "/props?model=two")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_loaded")
-    assert ask(app, "GET", "/props?model=three").status_code == 404
+    assert request(app, "GET", "/props?model=three").status_code == 404
     for name in ("one", "two"):
-        ask(app, "POST", "/completion", json={"model": name, "prompt": "Hi"})
-    assert ask(app, "GET", "/props").json()["model_alias"] == "org/two:Q4_K_M"
-    assert ask(app, "GET", "/props?model=one").json()["model_alias"] == "one"
-    assert len(ask(app, "GET", "/slots?model=one").json()) == 4
+        request(app, "POST", "/completion", json={"model": name, "prompt": "Hi"})
+    assert request(app, "GET", "/props").json()["model_alias"] == "org/two:Q4_K_M"
+    assert request(app, "GET", "/props?model=one").json()["model_alias"] == "one"
+    assert len(request(app, "GET", "/slots?model=one").json()) == 4
     assert len(models.uses) == 2
 
 
@@ -412,8 +414,8 @@ def test_embeddings_use_the_named_embedding_model(path):
         assert post(models, path, **body).status_code == 400
         assert post(FakeModels(EmbeddingBackend("bge")), path, **body).status_code == 200
         assert post(two(), path, **body).json()["error"]["code"] == "no_embedding_model"
-    beside = ask(app_of(models, embeddings=FakeEmbeddings()), "POST", path, json=body | {"model": "small"})
-    assert beside.status_code == 200
+    separate = request(app_of(models, embeddings=FakeEmbeddings()), "POST", path, json=body | {"model": "small"})
+    assert separate.status_code == 200
     assert len(models.uses) == 1
 
 
@@ -430,7 +432,7 @@ def test_an_empty_request_that_looks_like_one_with_text_only_loads():
     for body in ({"messages": [], "prompt": "Hi"}, {"prompt": "Hi"}):
         assert post(two(), "/api/chat", model="one", **body).json()["done_reason"] == "load"
     content = b'{"model": "one", "messages": [' + b" " * 100 + b"]}"
-    assert ask(app_of(two()), "POST", "/api/chat", content=content).json()["done_reason"] == "load"
+    assert request(app_of(two()), "POST", "/api/chat", content=content).json()["done_reason"] == "load"
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
@@ -449,13 +451,13 @@ def test_ollamas_empty_request_loads_a_model_and_unloads_it(path):
 def test_models_are_loaded_and_unloaded_as_llama_servers_router_does():
     models = two()
     app = app_of(models)
-    assert ask(app, "POST", "/models/load", json={"model": "two"}).json() == {"success": True}
+    assert request(app, "POST", "/models/load", json={"model": "two"}).json() == {"success": True}
     assert list(models.loaded()) == ["org/two:Q4_K_M"]
-    assert ask(app, "POST", "/models/unload", json={"model": "two"}).json() == {"success": True}
+    assert request(app, "POST", "/models/unload", json={"model": "two"}).json() == {"success": True}
     assert models.loaded() == {}
-    assert ask(app, "POST", "/models/load", json={"model": "three"}).status_code == 404
+    assert request(app, "POST", "/models/load", json={"model": "three"}).status_code == 404
     for wrong in ({}, {"model": 5}, [], {"model": ""}):
-        assert ask(app, "POST", "/models/unload", json=wrong).status_code == 400
+        assert request(app, "POST", "/models/unload", json=wrong).status_code == 400
 
 
 def test_changes_of_models_are_events_until_the_server_ends():
@@ -485,7 +487,7 @@ def test_models_are_listed_with_their_state_and_figures():
         "org/two:Q4_K_M", trained_context_tokens=8192, aliases=("two",), parameters="7B", quantisation="Q4_K_M"
     )
     app = app_of(models)
-    loaded, other = ask(app, "GET", "/v1/models").json()["data"]
+    loaded, other = request(app, "GET", "/v1/models").json()["data"]
     assert (loaded["id"], loaded["status"], loaded["meta"]["n_ctx"]) == (
         "one",
         {"value": "loaded", "expires_at": 2e9},
@@ -493,22 +495,22 @@ def test_models_are_listed_with_their_state_and_figures():
     )
     assert (other["id"], other["status"], other["aliases"]) == ("org/two:Q4_K_M", {"value": "unloaded"}, ["two"])
     assert (other["meta"], other["capabilities"]) == ({"n_ctx_train": 8192, "size": 1000}, ["completion"])
-    assert ask(app, "GET", "/v1/models/two").json() == other
-    assert ask(app, "GET", "/v1/models/org/two:Q4_K_M").json() == other
-    assert ask(app, "GET", "/v1/models/three").status_code == 404
+    assert request(app, "GET", "/v1/models/two").json() == other
+    assert request(app, "GET", "/v1/models/org/two:Q4_K_M").json() == other
+    assert request(app, "GET", "/v1/models/three").status_code == 404
     anthropic = {"anthropic-version": "2023-06-01"}
-    assert [each["id"] for each in ask(app, "GET", "/v1/models", headers=anthropic).json()["data"]] == [
+    assert [each["id"] for each in request(app, "GET", "/v1/models", headers=anthropic).json()["data"]] == [
         "one",
         "org/two:Q4_K_M",
     ]
-    tags = ask(app, "GET", "/api/tags").json()["models"]
+    tags = request(app, "GET", "/api/tags").json()["models"]
     assert [each["name"] for each in tags] == ["one:latest", "org/two:Q4_K_M"]
     assert tags[1]["details"]["quantization_level"] == "Q4_K_M"
-    [running] = ask(app, "GET", "/api/ps").json()["models"]
+    [running] = request(app, "GET", "/api/ps").json()["models"]
     assert (running["size"], running["expires_at"][:4], running["context_length"]) == (1100, "2033", 4096)
-    shown = ask(app, "POST", "/api/show", json={"model": "two"}).json()
+    shown = request(app, "POST", "/api/show", json={"model": "two"}).json()
     assert shown["model_info"]["llama.context_length"] == 8192
-    assert ask(app, "POST", "/api/show", json={"name": "one:latest"}).json()["template"] == PLAIN
+    assert request(app, "POST", "/api/show", json={"name": "one:latest"}).json()["template"] == PLAIN
     assert models.uses == []
 
 
@@ -526,37 +528,41 @@ def test_the_owner_and_keys_with_that_right_download_and_delete():
     app = app_of(models, admission=Admission(door=Door(lambda: keys), owner_key=OWNER))
     body = {"model": "hf.co/owner/repo:Q4_K_M"}
     for key, status in ((KEY, 403), (KEY + "2", 200), (OWNER, 200)):
-        answer = ask(app, "POST", "/api/pull", json=body, headers={"x-api-key": key})
+        answer = request(app, "POST", "/api/pull", json=body, headers={"x-api-key": key})
         assert answer.status_code == status
         lines = [json.loads(line) for line in answer.text.splitlines()]
-        deleted = ask(app, "DELETE", "/api/delete", content=json.dumps({"model": "one"}), headers={"x-api-key": key})
+        deleted = request(
+            app, "DELETE", "/api/delete", content=json.dumps({"model": "one"}), headers={"x-api-key": key}
+        )
         assert deleted.status_code == status
     assert [line["status"] for line in lines] == ["pulling manifest", "pulling x.gguf", "pulling x.gguf", "success"]
     assert (lines[1]["completed"], lines[1]["total"], "total" in lines[2]) == (5, 10, False)
     assert lines[1]["digest"] == lines[2]["digest"]
     assert (models.pulled, models.deleted) == (["owner/repo:Q4_K_M"] * 2, ["one"] * 2)
     owner = {"x-api-key": OWNER}
-    assert ask(app, "POST", "/api/pull", json=body | {"stream": False}, headers=owner).json() == {"status": "success"}
-    assert ask(app, "POST", "/api/pull", json={"model": "llama3"}, headers=owner).status_code == 400
-    assert ask(app_of(models), "POST", "/api/pull", json=body).status_code == 403
+    assert request(app, "POST", "/api/pull", json=body | {"stream": False}, headers=owner).json() == {
+        "status": "success"
+    }
+    assert request(app, "POST", "/api/pull", json={"model": "llama3"}, headers=owner).status_code == 400
+    assert request(app_of(models), "POST", "/api/pull", json=body).status_code == 403
 
 
 def test_the_server_is_well_without_a_loaded_model():
     models = two()
     app = app_of(models)
-    health = ask(app, "GET", "/health")
+    health = request(app, "GET", "/health")
     assert (health.status_code, health.json()["model"]) == (200, None)
-    assert ask(app, "GET", "/status").json()["serving"] is True
-    ask(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
-    assert ask(app, "GET", "/health").json()["model"] == "one"
+    assert request(app, "GET", "/status").json()["serving"] is True
+    request(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
+    assert request(app, "GET", "/health").json()["model"] == "one"
 
 
 def test_metrics_and_the_status_know_each_model():
     models = two()
     app = app_of(models)
-    ask(app, "POST", "/completion", json={"model": "two", "prompt": "Hi"})
+    request(app, "POST", "/completion", json={"model": "two", "prompt": "Hi"})
     models.change("org/two:Q4_K_M", memory_bytes={"desk": 600})
-    lines = ask(app, "GET", "/metrics").text.splitlines()
+    lines = request(app, "GET", "/metrics").text.splitlines()
     for line in (
         'primad_model_loaded{model="one"} 0.0',
         'primad_model_loaded{model="org/two:Q4_K_M"} 1.0',
@@ -565,12 +571,12 @@ def test_metrics_and_the_status_know_each_model():
         'primad_model_completion_tokens_total{model="org/two:Q4_K_M"} 3.0',
     ):
         assert line in lines, line
-    states = {each["id"]: each["state"] for each in ask(app, "GET", "/status").json()["models"]}
+    states = {each["id"]: each["state"] for each in request(app, "GET", "/status").json()["models"]}
     assert states == {"org/two:Q4_K_M": "loaded", "one": "unloaded"}
-    ask(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
+    request(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
     for query, model in (("", "one"), ("?model=two", "org/two:Q4_K_M")):
-        assert ask(app, "GET", f"/status{query}").json()["model"] == model
-    assert ask(app, "GET", "/status?model=three").status_code == 404
+        assert request(app, "GET", f"/status{query}").json()["model"] == model
+    assert request(app, "GET", "/status?model=three").status_code == 404
 
 
 def test_ollamas_client_switches_lists_pulls_and_unloads():
@@ -620,9 +626,9 @@ def test_a_server_of_one_model_has_no_paths_for_several():
     models = two()
     models.switches = False
     app = app_of(models, backend_of("one"))
-    assert ask(app, "POST", "/models/load", json={"model": "one"}).status_code == 404
-    assert ask(app, "POST", "/api/pull", json={"model": "a/b"}).status_code == 404
-    assert ask(app, "POST", "/v1/completions", json={"prompt": "Hi"}).status_code == 200
+    assert request(app, "POST", "/models/load", json={"model": "one"}).status_code == 404
+    assert request(app, "POST", "/api/pull", json={"model": "a/b"}).status_code == 404
+    assert request(app, "POST", "/v1/completions", json={"prompt": "Hi"}).status_code == 200
     assert models.uses == []
 
 
@@ -639,7 +645,7 @@ def test_a_picture_waits_for_its_model_which_may_see():
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pictures")
     image["image_url"]["url"] = "https://example.org/a.png"
     assert post(models, "/v1/chat/completions", model="one", **body).json()["error"]["code"] == "no_fetching"
-    assert models.uses[-1][0] == "one", "whether it fetches says the model"
+    assert models.uses[-1][0] == "one", "the model decides whether to fetch"
 
 
 def test_a_picture_by_url_is_left_to_its_model():

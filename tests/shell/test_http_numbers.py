@@ -110,7 +110,7 @@ def names_field(text: str, field: str) -> bool:
     return field.split(".")[-1] in text or "JSON" in text or "nested" in text
 
 
-async def ask(client: httpx.AsyncClient, path: str, body: str) -> httpx.Response:
+async def send(client: httpx.AsyncClient, path: str, body: str) -> httpx.Response:
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
@@ -121,11 +121,11 @@ async def test_every_number_of_every_dialect_is_accepted_or_refused_by_name():
     async with asyncio.timeout(PATIENCE_S), in_memory(backend, embeddings=FakeEmbeddings()) as client:
         for path in OWN:
             for field, body in bodies(path, seen):
-                response = await ask(client, path, body)
-                asked = f"{path} {body[:300]}: {response.status_code} {response.text[:300]}"
-                assert response.status_code in (200, 400, 404), asked
-                assert response.status_code != 400 or names_field(response.text, field), asked
-                assert len(response.content) < 100_000, asked
+                response = await send(client, path, body)
+                description = f"{path} {body[:300]}: {response.status_code} {response.text[:300]}"
+                assert response.status_code in (200, 400, 404), description
+                assert response.status_code != 400 or names_field(response.text, field), description
+                assert len(response.content) < 100_000, description
                 tried[field] = tried.get(field, 0) + 1
     assert {"temperature", "repeat_last_n", "dry_penalty_last_n", "seed", "top_logprobs", "best_of"} <= tried.keys()
     assert {"logit_bias", "id_slot", "keep_alive", "options.num_predict", "options.repeat_last_n"} <= tried.keys()

@@ -59,7 +59,7 @@ def test_options_and_format_reach_the_core():
 
 @both
 def test_numbers_are_parsed_as_ollama_does(path):
-    room = 4096 - 10
+    free_tokens = 4096 - 10
     for options, field, got in (
         ({"top_k": 40.0}, "top_k", 40),
         ({"top_k": -1}, "top_k", 0),
@@ -74,13 +74,13 @@ def test_numbers_are_parsed_as_ollama_does(path):
         ({"top_p": 1.5}, "top_p", 1),
         ({"presence_penalty": 3}, "presence_penalty", 3),
         ({"num_predict": 2.0}, "max_tokens", 2),
-        *(({"num_predict": each}, "max_tokens", room) for each in (0, -1, -2, -1.0, None)),
+        *(({"num_predict": each}, "max_tokens", free_tokens) for each in (0, -1, -2, -1.0, None)),
     ):
         backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
         answer = post(backend, path, **VALID[path], options=options)
         assert answer.status_code == 200, (options, answer.text)
-        asked = backend.calls[0]
-        assert (asked.max_tokens if field == "max_tokens" else getattr(asked.sampling, field)) == got, options
+        fields = backend.calls[0]
+        assert (fields.max_tokens if field == "max_tokens" else getattr(fields.sampling, field)) == got, options
 
 
 def test_think_is_passed_by_the_templates_own_variable():
@@ -108,15 +108,15 @@ def test_content_that_is_null_is_empty():
 
 @both
 def test_log_probabilities_come_with_their_tokens(path):
-    asked = {"logprobs": True, "top_logprobs": 1}
-    whole = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked, stream=False).json()
+    fields = {"logprobs": True, "top_logprobs": 1}
+    whole = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **fields, stream=False).json()
     assert next((each["token"], len(each["top_logprobs"])) for each in whole["logprobs"]) == ("a", 1)
-    lines = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked).text.splitlines()
+    lines = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **fields).text.splitlines()
     streamed = [each for line in lines for each in json.loads(line).get("logprobs", [])]
     assert streamed == whole["logprobs"]
     assert "logprobs" not in post(FakeBackend(replies("a")), path, **VALID[path], stream=False).json()
     assert post(FakeBackend(replies("a")), path, **VALID[path], top_logprobs=1).status_code == 400
-    assert post(FakeBackend(replies("a")), GENERATE, model="toy", prompt="a", raw=True, **asked).status_code == 200
+    assert post(FakeBackend(replies("a")), GENERATE, model="toy", prompt="a", raw=True, **fields).status_code == 200
 
 
 def test_generate_applies_the_template_unless_raw():
@@ -153,7 +153,7 @@ def test_models_are_listed_and_shown_in_ollamas_format():
 
 @both
 def test_errors_have_its_shape(path):
-    for asked, status, reported in (
+    for fields, status, reported in (
         ({"model": "other"}, 404, "other"),
         ({"options": {"temperature": 1e9}}, 400, "'options.temperature'"),
         ({"options": {"num_predict": "3"}}, 400, "'options.num_predict'"),
@@ -162,7 +162,7 @@ def test_errors_have_its_shape(path):
         ({"format": 3}, 400, "format"),
         ({"stream": "yes"}, 400, "stream"),
     ):
-        response = post(FakeBackend(replies()), path, **VALID[path] | asked)
+        response = post(FakeBackend(replies()), path, **VALID[path] | fields)
         assert response.status_code == status, response.text
         assert response.json().keys() == {"error"}
         assert reported in response.json()["error"]

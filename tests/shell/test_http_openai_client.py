@@ -81,10 +81,10 @@ async def test_completion():
 
 async def test_seed_and_logprobs():
     async with client_of(FakeBackend(lambda call: str(call.sampling.seed).encode())) as client:
-        asked = {"model": "toy", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
-        first = await client.chat.completions.create(**asked, seed=11)
-        again = await client.chat.completions.create(**asked, seed=11)
-        other = await client.chat.completions.create(**asked, seed=12)
+        fields = {"model": "toy", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        first = await client.chat.completions.create(**fields, seed=11)
+        again = await client.chat.completions.create(**fields, seed=11)
+        other = await client.chat.completions.create(**fields, seed=12)
         contents = [answer.choices[0].message.content for answer in (first, again, other)]
         assert contents == ["11", "11", "12"]
         entry = first.choices[0].logprobs.content[0]
@@ -100,7 +100,7 @@ async def test_the_stream_helper_puts_a_message_together():
 
 
 @pytest.mark.parametrize(
-    ("ask", "raised", "code"),
+    ("changes", "raised", "code"),
     [
         ({"temperature": -1}, "BadRequestError", "invalid_value"),
         ({"messages": []}, "BadRequestError", "invalid_value"),
@@ -108,10 +108,10 @@ async def test_the_stream_helper_puts_a_message_together():
         ({"model": "gpt-4"}, "NotFoundError", "model_not_found"),
     ],
 )
-async def test_refusals_are_the_clients_exceptions(ask, raised, code):
+async def test_refusals_are_the_clients_exceptions(changes, raised, code):
     async with client_of(FakeBackend(replies("x"))) as client:
         with pytest.raises(getattr(openai, raised)) as caught:
-            await client.chat.completions.create(**{"model": "toy", "messages": HELLO} | ask)
+            await client.chat.completions.create(**{"model": "toy", "messages": HELLO} | changes)
         assert caught.value.code == code
         too_long = code == "context_length_exceeded"
         assert caught.value.type == ("exceed_context_size_error" if too_long else "invalid_request_error")

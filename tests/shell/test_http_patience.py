@@ -61,12 +61,12 @@ async def test_a_client_that_trickles_its_second_request_is_disconnected():
 
 
 async def test_a_response_may_take_longer_than_the_request_timeout():
-    held = asyncio.Event()
-    async with patient(FakeBackend(replies("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
+    gate = asyncio.Event()
+    async with patient(FakeBackend(replies("slow", gate)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
         asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
         await asyncio.wait([asked], timeout=2.0)
         assert not asked.done()
-        held.set()
+        gate.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "slow"
 
 
@@ -84,10 +84,10 @@ async def test_silent_connections_make_room_for_active_ones():
 async def test_a_client_that_waits_for_its_turn_is_not_silent():
     class Waiting:
         def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-            self.loop, self.gone = loop, False
+            self.loop, self.is_closed = loop, False
 
         def give_up(self) -> None:
-            self.gone = True
+            self.is_closed = True
 
     patience = Patience(60, 60, max_silent=1)
     many: list[Any] = [Waiting(asyncio.get_running_loop()) for _ in range(4)]
@@ -98,7 +98,7 @@ async def test_a_client_that_waits_for_its_turn_is_not_silent():
     for each in many:
         patience.has_asked(each)
     assert patience._making_room is None
-    assert [each.gone for each in many] == [False, True, True, True]
+    assert [each.is_closed for each in many] == [False, True, True, True]
 
 
 async def test_a_connection_over_the_limit_is_refused_but_its_health_check_succeeds():
@@ -117,14 +117,14 @@ async def test_a_connection_over_the_limit_is_refused_but_its_health_check_succe
             return await asyncio.get_running_loop().sock_recv(client, 1 << 10)
 
     async with patient(FakeBackend(replies("Hi")), kind=Counting, maximum=8) as port:
-        held = [await raw(port) for _ in range(4)]
-        for _, writer in held:
+        gate = [await raw(port) for _ in range(4)]
+        for _, writer in gate:
             writer.write(REQUEST)
-        assert all([b" 200 " in await reader.readline() for reader, _ in held])
+        assert all([b" 200 " in await reader.readline() for reader, _ in gate])
         assert (await answer(port, REQUEST)).startswith(b"HTTP/1.1 200 ")
         for _ in range(2 * MAX_REFUSED):
             assert (await answer(port, REQUEST.replace(b"health", b"props"))).startswith(b"HTTP/1.1 503 ")
-        for _, writer in held:
+        for _, writer in gate:
             writer.close()
     assert made == 4
 
@@ -180,12 +180,12 @@ async def test_the_smallest_chunks_do_not_stop_the_loop():
 @pytest.mark.parametrize("body", [b'{"content": "x"}', b"x" * 9000], ids=["small", "large"])
 async def test_pipelined_requests_are_buffered_sparingly_and_all_get_responses(body):
     """The bytes that are kept are scanned with each request."""
-    ahead_bytes: list[int] = []
+    buffered_bytes: list[int] = []
 
     class Reported(http_patience.PatientProtocol):
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            ahead_bytes.append(len(self._strict.trailing_data[0]))
+            buffered_bytes.append(len(self._strict.trailing_data[0]))
 
     asked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     count = (1 << 16) // len(asked)
@@ -196,23 +196,23 @@ async def test_pipelined_requests_are_buffered_sparingly_and_all_get_responses(b
             writer.write(asked * count + REQUEST[:-2] + b"Connection: close\r\n\r\n")
             assert (await until_closed(reader)).count(b"HTTP/1.1 200 ") == count + 1
             writer.close()
-    assert max(ahead_bytes) <= 2 * http_patience.MAX_READ_BYTES
+    assert max(buffered_bytes) <= 2 * http_patience.MAX_READ_BYTES
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])
 async def test_a_client_that_does_not_read_its_response_is_disconnected(headers):
-    gone = asyncio.Event()
+    closed = asyncio.Event()
 
     class Reported(http_patience.PatientProtocol):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            gone.set()
+            closed.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_patience, "PatientProtocol", Reported)
         async with patient(FakeBackend(replies()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
             client = await unread(port, headers)
-            await gone.wait()
+            await closed.wait()
             assert await is_cut_off(client)
 
 
@@ -272,7 +272,7 @@ async def test_a_client_that_sends_many_parts_is_read_in_small_pieces_and_others
                     maximum["parts"] = max(maximum["parts"], parts)
             return super().read_next(connection, read_bytes, parts)
 
-    async def ask(port: int, head: bytes, body: bytes) -> bytes:
+    async def send(port: int, head: bytes, body: bytes) -> bytes:
         reader, writer = await raw(port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + body)
         printed = await until_closed(reader)
@@ -283,8 +283,8 @@ async def test_a_client_that_sends_many_parts_is_read_in_small_pieces_and_others
     small = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     async with patient(FakeBackend(replies("Hi")), kind=Watching) as port:
         coded, plain = b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: %d\r\n\r\n" % len(body)
-        answers = await asyncio.gather(ask(port, coded, small), ask(port, coded, small), ask(port, plain, body))
-    assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+        responses = await asyncio.gather(send(port, coded, small), send(port, coded, small), send(port, plain, body))
+    assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in responses)
     assert maximum["parts"] <= http_patience.MAX_PARTS + 2
     assert maximum["plain"] == http_patience.MAX_READ_BYTES
 
@@ -362,7 +362,7 @@ def asked(**fields: Any) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def settled() -> None:
+def turns_of_the_loop() -> None:
     """Exclude existing objects from the collector: scanning all objects of the suite takes a second each time."""
     gc.collect()
     gc.freeze()
@@ -386,7 +386,7 @@ def settled() -> None:
 async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent):
     """The collector blocked the loop for 200 ms over a thousand of them, and some thousands kept 100 MB."""
     async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
-        settled()
+        turns_of_the_loop()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
@@ -404,18 +404,18 @@ async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_early_leaves_nothing_to_the_garbage_collector(stream):
-    begun, waits = asyncio.Event(), replies("Hi", asyncio.Event())
+    started, waits = asyncio.Event(), replies("Hi", asyncio.Event())
 
     def begin(call: Call) -> Iterable[Item]:
-        begun.set()
+        started.set()
         return waits(call)
 
     async with patient(FakeBackend(begin), kind=Seen) as port:
-        settled()
+        turns_of_the_loop()
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(asked(stream=stream))
-            await begun.wait()
+            await started.wait()
             writer.transport.abort()
             for _ in range(1000):
                 await asyncio.sleep(0)

@@ -44,7 +44,7 @@ def shown(prompt: list[int]) -> str:
 
 
 TEXT, PICTURE = {"type": "text", "text": "See "}, {"type": "image_url", "image_url": {"url": url(ONE), "detail": "low"}}
-ASKED = {
+BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": [TEXT, PICTURE, {"type": "text", "text": "?"}]}]},
     "/v1/responses": {
         "input": [
@@ -79,10 +79,10 @@ ASKED = {
 CHAT, OLLAMA = "/v1/chat/completions", "/api/chat"
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 def test_a_picture_stands_in_the_prompt_where_the_client_put_it(path):
     made = backend()
-    response = post(made, path, **ASKED[path], stream=False)
+    response = post(made, path, **BODIES[path], stream=False)
     assert response.status_code == 200, response.text
     (asked,) = made.calls
     expected = "^See <>?" if path == "/completion" else "^[user]See <>?>" if "/v1" in path else "^[user]<>?>"
@@ -91,12 +91,12 @@ def test_a_picture_stands_in_the_prompt_where_the_client_put_it(path):
 
 
 def test_usage_and_token_counts_include_picture_tokens():
-    body, plain = ASKED[CHAT], {"messages": [{"role": "user", "content": "See ?"}]}
+    body, plain = BODIES[CHAT], {"messages": [{"role": "user", "content": "See ?"}]}
     used = post(backend(), CHAT, **body).json()["usage"]["prompt_tokens"]
     assert used == post(backend(), CHAT, **plain).json()["usage"]["prompt_tokens"] + SIZE
     assert post(backend(), f"{CHAT}/input_tokens", **body).json()["input_tokens"] == used
-    assert post(backend(), "/v1/responses/input_tokens", **ASKED["/v1/responses"]).json()["input_tokens"] == used
-    counted = {key: value for key, value in ASKED["/v1/messages"].items() if key != "max_tokens"}
+    assert post(backend(), "/v1/responses/input_tokens", **BODIES["/v1/responses"]).json()["input_tokens"] == used
+    counted = {key: value for key, value in BODIES["/v1/messages"].items() if key != "max_tokens"}
     assert post(backend(), "/v1/messages/count_tokens", **counted).json()["input_tokens"] == used
 
 
@@ -125,8 +125,8 @@ def test_ollamas_chats_lose_their_oldest_turns_with_their_pictures_unless_trunca
         made = backend(context_tokens=90, context_shift=shifts)
         assert post(made, "/api/chat", model="toy", messages=messages, truncate=False).status_code == 400
         assert not made.calls
-    alone = [{"role": "user", "content": "x" * 100}]
-    assert post(backend(context_tokens=90), "/api/chat", model="toy", messages=alone).status_code == 400
+    text_only = [{"role": "user", "content": "x" * 100}]
+    assert post(backend(context_tokens=90), "/api/chat", model="toy", messages=text_only).status_code == 400
 
 
 def test_equal_pictures_have_equal_tokens_wherever_they_occur_and_others_do_not():
@@ -156,19 +156,19 @@ def test_a_tools_result_may_have_a_picture():
     result = {
         "type": "tool_result",
         "tool_use_id": "c",
-        "content": [ASKED["/v1/messages"]["messages"][0]["content"][1]],
+        "content": [BODIES["/v1/messages"]["messages"][0]["content"][1]],
     }
     used = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
     turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
-    assert post(made, "/v1/messages", **ASKED["/v1/messages"] | {"messages": turns}).status_code == 200
+    assert post(made, "/v1/messages", **BODIES["/v1/messages"] | {"messages": turns}).status_code == 200
     assert len(made.calls[1].pictures) == 1
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", BODIES)
 def test_without_an_encoder_the_error_names_the_missing_file(path):
     made = FakeBackend(replies("ok"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     made.served = replace(made.served, lacks_encoder="put mmproj.gguf beside it")
-    response = post(made, path, **ASKED[path], stream=False)
+    response = post(made, path, **BODIES[path], stream=False)
     assert response.status_code == 400
     assert "put mmproj.gguf beside it" in response.text
     assert not made.calls
@@ -205,7 +205,7 @@ def test_audio_is_accepted_by_models_with_audio_input_and_refused_by_name_elsewh
     deaf = FakeBackend(replies("ok"))
     assert "no encoder" in post(deaf, CHAT, **body).json()["error"]["message"]
     made.served = replace(made.served, sees=False, lacks_encoder="it takes no pictures")
-    assert "it takes no pictures" in post(made, CHAT, **ASKED[CHAT]).text
+    assert "it takes no pictures" in post(made, CHAT, **BODIES[CHAT]).text
     assert call(made, "GET", "/props").json()["modalities"] == {"vision": False, "audio": True}
 
 
@@ -219,7 +219,7 @@ def test_audio_is_accepted_in_dialects_that_have_it_and_refused_with_an_alternat
     for lacking in ({"type": "input_audio"}, part | {"input_audio": "x"}):
         assert "input_audio" in post(made, "/v1/responses", input=[{"role": "user", "content": [lacking]}]).text
     made.served = replace(made.served, sees=False)
-    assert post(made, OLLAMA, **ASKED[OLLAMA]).status_code == 200, "the file among images tells what it is"
+    assert post(made, OLLAMA, **BODIES[OLLAMA]).status_code == 200, "the file among images tells what it is"
     for body in (
         {"messages": [{"role": "user", "content": "?", "audio": [based(ONE)]}]},
         {"prompt": "?", "audio": "A"},
@@ -227,7 +227,7 @@ def test_audio_is_accepted_in_dialects_that_have_it_and_refused_with_an_alternat
         answer = post(made, OLLAMA if "messages" in body else "/api/generate", model="toy", **body)
         assert (answer.status_code, "send sound among images" in answer.text) == (400, True)
     audio = {"type": "audio", "source": {"type": "base64", "media_type": "audio/wav", "data": based(ONE)}}
-    answer = post(made, "/v1/messages", **ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": [audio]}]})
+    answer = post(made, "/v1/messages", **BODIES["/v1/messages"] | {"messages": [{"role": "user", "content": [audio]}]})
     assert "audio blocks are not supported: this API has no sound; send it to /v1/chat/completions" in answer.text
 
 
@@ -241,7 +241,7 @@ def test_a_part_that_is_neither_picture_nor_audio_is_refused_by_name(kind):
 
 def test_errors_name_the_field_of_the_dialect():
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-    body = ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": [TEXT, image]}], "system": "s"}
+    body = BODIES["/v1/messages"] | {"messages": [{"role": "user", "content": [TEXT, image]}], "system": "s"}
     assert "messages[0].content[1]: this server fetches" in post(backend(), "/v1/messages", **body).text
     message = {"role": "user", "content": "?", "images": [based(ONE), "no"]}
     answer = post(backend(), OLLAMA, model="toy", messages=[message])
@@ -259,7 +259,7 @@ def test_a_picture_without_data_is_refused_with_the_missing_field():
         assert f"a part of type '{part['type']}' lacks its data URL" in answer.text
     image = {"type": "image", "source": {"type": "file", "file_id": "f"}}
     for content in ([image], [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]):
-        body = ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": content}]}
+        body = BODIES["/v1/messages"] | {"messages": [{"role": "user", "content": content}]}
         answer = post(backend(), "/v1/messages", **body)
         assert "images with a source of type 'file' are not supported" in answer.text
 
@@ -311,5 +311,5 @@ def test_a_body_may_be_larger_where_the_model_sees():
 
 
 def test_a_template_is_shown_with_llama_servers_marker_for_a_picture():
-    answer = post(backend(), "/apply-template", **ASKED[CHAT]).json()
+    answer = post(backend(), "/apply-template", **BODIES[CHAT]).json()
     assert answer == {"prompt": "[user]See <__media__>?>"}

@@ -97,9 +97,9 @@ DIALECTS = {
 
 
 def test_a_program_need_not_set_the_json_content_type():
-    for path, asked in DIALECTS.items():
+    for path, fields in DIALECTS.items():
         for printed in MEDIA_TYPES:
-            answer = call(FakeBackend(replies("x")), "POST", path, content=json.dumps(asked).encode(), headers=printed)
+            answer = call(FakeBackend(replies("x")), "POST", path, content=json.dumps(fields).encode(), headers=printed)
             assert answer.status_code == 200, (path, printed, answer.text)
 
 
@@ -326,20 +326,23 @@ def test_the_refusal_of_a_host_name_names_the_option_that_allows_it():
     assert "--allow-host" in str(error(response, 403)["message"])
 
 
-def asked_by_page(origin: str, **more: str) -> httpx.Response:
+def preflight_from(origin: str, **more: str) -> httpx.Response:
     """The response to a web page of ``origin`` that asks for the models."""
     app = create_app(FakeBackend(replies()), admission=Admission(origins=("http://desk.lan:3000",)))
     return ask(app, "OPTIONS" if more else "GET", "/v1/models", headers={"origin": origin, **more})
 
 
 def test_only_pages_of_allowed_origins_may_send_requests():
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    requested = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
     named, other = "http://desk.lan:3000", "http://evil.example"
-    assert asked_by_page(named).headers["access-control-allow-origin"] == named
-    assert asked_by_page(named, **asks).headers["access-control-allow-origin"] == named
-    assert asked_by_page(named, **asks).status_code == 200
-    assert "access-control-allow-origin" not in asked_by_page(other).headers
-    assert asked_by_page(other, **asks).status_code == 400
+    assert preflight_from(named).headers["access-control-allow-origin"] == named
+    assert preflight_from(named, **requested).headers["access-control-allow-origin"] == named
+    assert preflight_from(named, **requested).status_code == 200
+    assert "access-control-allow-origin" not in preflight_from(other).headers
+    assert preflight_from(other, **requested).status_code == 400
     assert (
         "access-control-allow-origin"
         not in call(FakeBackend(replies()), "GET", "/v1/models", headers={"origin": named}).headers

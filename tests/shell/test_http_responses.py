@@ -56,7 +56,7 @@ def test_items_become_messages():
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -64,8 +64,8 @@ def test_items_become_messages():
         ({"input": "a" * 5000}, "input"),
     ],
 )
-def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
-    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | asked)
+def test_a_refusal_names_the_field_as_it_was_sent(fields, param):
+    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert "response_format" not in response.text
 
@@ -133,7 +133,7 @@ def test_a_stream_of_named_events():
 
 
 @pytest.mark.parametrize(
-    ("asked", "reported"),
+    ("fields", "reported"),
     [
         ({"previous_response_id": "resp_1"}, "send the whole conversation as 'input'"),
         ({"background": True}, "nothing is stored"),
@@ -142,8 +142,8 @@ def test_a_stream_of_named_events():
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
     ],
 )
-def test_unsupported_fields_are_named(asked, reported):
-    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | asked)
+def test_unsupported_fields_are_named(fields, reported):
+    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | fields)
     assert response.status_code == 400
     assert reported in response.json()["error"]["message"]
 

@@ -19,65 +19,65 @@ CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def asks(*headers: bytes, body: bytes = BODY, line: bytes = b"POST /v1/chat/completions HTTP/1.1") -> bytes:
+def request(*headers: bytes, body: bytes = BODY, line: bytes = b"POST /v1/chat/completions HTTP/1.1") -> bytes:
     """A chat with ``headers``; the connection closes after its response."""
     always = (b"Host: localhost", b"Content-Type: application/json", b"Connection: close")
     return b"\r\n".join([line, *always, *headers, b"", b""]) + body
 
 
 LENGTH, CODING = b"Content-Length: " + SIZE, b"Transfer-Encoding: chunked"
-ANSWERED = {
-    "a length": asks(LENGTH),
-    "chunks": asks(CODING, body=CHUNKED),
-    "chunks by another case": asks(b"transfer-encoding: Chunked", body=CHUNKED),
-    "blanks around a length": asks(b"Content-Length: \t" + SIZE + b" "),
-    "HTTP/1.0": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/1.0"),
-    "an extension of a chunk": asks(CODING, body=CHUNKED.replace(b"\r\n{", b";a=b\r\n{")),
-    "a trailer": asks(CODING, body=CHUNKED[:-2] + b"X-Sum: 1\r\n\r\n"),
-    "words of a header in a value": asks(LENGTH, b"X-Said: content-length: 5, transfer-encoding: chunked"),
+ACCEPTED = {
+    "a length": request(LENGTH),
+    "chunks": request(CODING, body=CHUNKED),
+    "chunks by another case": request(b"transfer-encoding: Chunked", body=CHUNKED),
+    "blanks around a length": request(b"Content-Length: \t" + SIZE + b" "),
+    "HTTP/1.0": request(LENGTH, line=b"POST /v1/chat/completions HTTP/1.0"),
+    "an extension of a chunk": request(CODING, body=CHUNKED.replace(b"\r\n{", b";a=b\r\n{")),
+    "a trailer": request(CODING, body=CHUNKED[:-2] + b"X-Sum: 1\r\n\r\n"),
+    "words of a header in a value": request(LENGTH, b"X-Said: content-length: 5, transfer-encoding: chunked"),
 }
 REFUSED = {
-    "a length and chunks": asks(LENGTH, CODING, body=CHUNKED),
-    "chunks and a length": asks(CODING, b"Content-Length: 4", body=CHUNKED),
-    "a length and chunks by another case": asks(b"CONTENT-LENGTH: 0", b"TRANSFER-ENCODING: CHUNKED", body=CHUNKED),
-    "two lengths": asks(LENGTH, b"Content-Length: 0"),
-    "the same length twice": asks(LENGTH, LENGTH),
-    "a list of lengths": asks(b"Content-Length: " + SIZE + b", " + SIZE),
-    "a length with a sign": asks(b"Content-Length: +" + SIZE),
-    "a length below nothing": asks(b"Content-Length: -1"),
-    "a length in another base": asks(b"Content-Length: 0x31"),
-    "a length with a line between": asks(b"Content-Length: 1_0"),
-    "no length": asks(b"Content-Length:"),
-    "a length of many digits": asks(b"Content-Length: " + b"9" * 40),
-    "chunks twice": asks(CODING, CODING, body=CHUNKED),
-    "chunks behind another coding": asks(b"Transfer-Encoding: gzip, chunked", body=CHUNKED),
-    "another coding": asks(b"Transfer-Encoding: identity"),
-    "an unknown coding beside chunks": asks(CODING, b"Transfer-Encoding: x", body=CHUNKED),
-    "chunks with a tab before": asks(b"Transfer-Encoding: \x0bchunked", body=CHUNKED),
-    "chunks in HTTP/1.0": asks(CODING, body=CHUNKED, line=b"POST /v1/chat/completions HTTP/1.0"),
-    "a blank before a colon": asks(b"Content-Length : " + SIZE),
-    "a blank before a colon of chunks": asks(b"Transfer-Encoding : chunked", body=CHUNKED),
-    "a folded line": asks(b"X-Long: a", b" b", LENGTH),
-    "a folded coding": asks(b"Transfer-Encoding:", b" chunked", body=CHUNKED),
-    "a folded first line": asks(b"", line=b"POST /v1/chat/completions HTTP/1.1\r\n Content-Length: 0"),
-    "bare line feeds": asks(LENGTH).replace(b"\r\n", b"\n"),
-    "one bare line feed": asks(LENGTH).replace(b"localhost\r\n", b"localhost\n"),
-    "a head that ends with bare line feeds": asks(LENGTH).replace(b"\r\n\r\n", b"\n\n"),
-    "a bare carriage return": asks(LENGTH, b"X-Long: a\rContent-Length: 0"),
-    "a null": asks(LENGTH, b"X-Long: a\x00b"),
-    "no colon": asks(LENGTH, b"X-Long"),
-    "no name": asks(LENGTH, b": a"),
-    "no host": asks(LENGTH).replace(b"Host: localhost\r\n", b""),
-    "two hosts": asks(LENGTH, b"Host: evil.example"),
+    "a length and chunks": request(LENGTH, CODING, body=CHUNKED),
+    "chunks and a length": request(CODING, b"Content-Length: 4", body=CHUNKED),
+    "a length and chunks by another case": request(b"CONTENT-LENGTH: 0", b"TRANSFER-ENCODING: CHUNKED", body=CHUNKED),
+    "two lengths": request(LENGTH, b"Content-Length: 0"),
+    "the same length twice": request(LENGTH, LENGTH),
+    "a list of lengths": request(b"Content-Length: " + SIZE + b", " + SIZE),
+    "a length with a sign": request(b"Content-Length: +" + SIZE),
+    "a length below nothing": request(b"Content-Length: -1"),
+    "a length in another base": request(b"Content-Length: 0x31"),
+    "a length with a line between": request(b"Content-Length: 1_0"),
+    "no length": request(b"Content-Length:"),
+    "a length of many digits": request(b"Content-Length: " + b"9" * 40),
+    "chunks twice": request(CODING, CODING, body=CHUNKED),
+    "chunks behind another coding": request(b"Transfer-Encoding: gzip, chunked", body=CHUNKED),
+    "another coding": request(b"Transfer-Encoding: identity"),
+    "an unknown coding beside chunks": request(CODING, b"Transfer-Encoding: x", body=CHUNKED),
+    "chunks with a tab before": request(b"Transfer-Encoding: \x0bchunked", body=CHUNKED),
+    "chunks in HTTP/1.0": request(CODING, body=CHUNKED, line=b"POST /v1/chat/completions HTTP/1.0"),
+    "a blank before a colon": request(b"Content-Length : " + SIZE),
+    "a blank before a colon of chunks": request(b"Transfer-Encoding : chunked", body=CHUNKED),
+    "a folded line": request(b"X-Long: a", b" b", LENGTH),
+    "a folded coding": request(b"Transfer-Encoding:", b" chunked", body=CHUNKED),
+    "a folded first line": request(b"", line=b"POST /v1/chat/completions HTTP/1.1\r\n Content-Length: 0"),
+    "bare line feeds": request(LENGTH).replace(b"\r\n", b"\n"),
+    "one bare line feed": request(LENGTH).replace(b"localhost\r\n", b"localhost\n"),
+    "a head that ends with bare line feeds": request(LENGTH).replace(b"\r\n\r\n", b"\n\n"),
+    "a bare carriage return": request(LENGTH, b"X-Long: a\rContent-Length: 0"),
+    "a null": request(LENGTH, b"X-Long: a\x00b"),
+    "no colon": request(LENGTH, b"X-Long"),
+    "no name": request(LENGTH, b": a"),
+    "no host": request(LENGTH).replace(b"Host: localhost\r\n", b""),
+    "two hosts": request(LENGTH, b"Host: evil.example"),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/0.9": b"GET /v1/models\r\n\r\n",
-    "HTTP/3.0": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/3.0"),
-    "HTTP/1.12": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/1.12"),
-    "blanks in a path": asks(LENGTH, line=b"POST /v1/chat completions HTTP/1.1"),
-    "two blanks in the first line": asks(LENGTH, line=b"POST  /v1/chat/completions HTTP/1.1"),
-    "an empty line first": b"\r\n\r\n" + asks(LENGTH),
+    "HTTP/3.0": request(LENGTH, line=b"POST /v1/chat/completions HTTP/3.0"),
+    "HTTP/1.12": request(LENGTH, line=b"POST /v1/chat/completions HTTP/1.12"),
+    "blanks in a path": request(LENGTH, line=b"POST /v1/chat completions HTTP/1.1"),
+    "two blanks in the first line": request(LENGTH, line=b"POST  /v1/chat/completions HTTP/1.1"),
+    "an empty line first": b"\r\n\r\n" + request(LENGTH),
     "a head without end": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 20_000,
-    "too many header lines": asks(*[b"X: y"] * 3_000, LENGTH),
+    "too many header lines": request(*[b"X: y"] * 3_000, LENGTH),
 }
 WRONG_CHUNKS = {
     "no size": b"\r\n" + BODY,
@@ -102,25 +102,25 @@ async def answer(port: int, printed: bytes) -> bytes:
 
 
 async def test_only_unambiguous_requests_get_responses(caplog):
-    wrong = REFUSED | {name: asks(CODING, body=body) for name, body in WRONG_CHUNKS.items()}
+    wrong = REFUSED | {name: request(CODING, body=body) for name, body in WRONG_CHUNKS.items()}
     backend = FakeBackend(lambda call: b"Hello")
     async with patient(backend) as port:
-        for name, printed in ANSWERED.items():
+        for name, printed in ACCEPTED.items():
             got = await answer(port, printed)
             assert got.startswith(b"HTTP/1.1 200 "), (name, got)
             assert got.count(b"HTTP/1.1 ") == 1, (name, got)
-        assert len(backend.calls) == len(ANSWERED)
+        assert len(backend.calls) == len(ACCEPTED)
         for name, printed in wrong.items():
             got = await answer(port, printed)
             assert got.startswith(b"HTTP/1.1 400 "), (name, got)
             assert got.count(b"HTTP/1.1 ") == 1, (name, got)
             assert len(got) < 500, name
-        assert len(backend.calls) == len(ANSWERED), "nothing of what was refused was begun"
+        assert len(backend.calls) == len(ACCEPTED), "nothing of what was refused was begun"
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_later_requests_on_a_connection_are_parsed_as_strictly(caplog):
-    first = asks(LENGTH).replace(b"Connection: close\r\n", b"")
+    first = request(LENGTH).replace(b"Connection: close\r\n", b"")
     async with patient(FakeBackend(replies("Hello"))) as port:
         for name, printed in REFUSED.items():
             got = await answer(port, first + printed)
@@ -129,7 +129,7 @@ async def test_later_requests_on_a_connection_are_parsed_as_strictly(caplog):
 
 
 async def test_a_wrong_chunk_after_an_early_response_ends_the_connection_without_a_traceback(caplog):
-    late = asks(CODING, body=b"").replace(b"Connection: close\r\n", b"")
+    late = request(CODING, body=b"").replace(b"Connection: close\r\n", b"")
     late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so that it is refused at once
     async with patient(FakeBackend(replies("Hello"))) as port:
         reader, writer = await raw(port)

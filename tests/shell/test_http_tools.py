@@ -68,15 +68,15 @@ def openai_streamed(made: FakeBackend, **fields: Any) -> tuple[str, str, list[tu
     assert done == "[DONE]"
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     found = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    begun = [call for call in found if "id" in call]
-    assert [call["index"] for call in begun] == list(range(len(begun)))
-    assert len({call["id"] for call in begun}) == len(begun)
+    starts = [call for call in found if "id" in call]
+    assert [call["index"] for call in starts] == list(range(len(starts)))
+    assert len({call["id"] for call in starts}) == len(starts)
     assert all((call.keys() >= {"id", "type"}) == ("name" in call["function"]) for call in found)
     texts = [
         "".join(call["function"]["arguments"] for call in found if call["index"] == number)
-        for number in range(len(begun))
+        for number in range(len(starts))
     ]
-    given = [(call["function"]["name"], value(text)) for call, text in zip(begun, texts, strict=True)]
+    given = [(call["function"]["name"], value(text)) for call, text in zip(starts, texts, strict=True)]
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
     return (
         thought,
@@ -161,9 +161,9 @@ def responses_streamed(made: FakeBackend, **fields: Any) -> tuple[str, str, list
     data = [json.loads(event.split("\ndata: ")[1]) for event in got]
     items = data[-1]["response"]["output"]
     assert [event["item"] for event in data if event["type"] == "response.output_item.done"] == items
-    begun = [event for event in data if event["type"] == "response.output_item.added"]
-    assert [event["output_index"] for event in begun] == list(range(len(items)))
-    assert [event["item"]["id"] for event in begun] == [item["id"] for item in items]
+    starts = [event for event in data if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in starts] == list(range(len(items)))
+    assert [event["item"]["id"] for event in starts] == [item["id"] for item in items]
     assert len({item["id"] for item in items}) == len(items)
     deltas = "".join(event["delta"] for event in data if event["type"] == "response.function_call_arguments.delta")
     assert deltas == "".join(item["arguments"] for item in items if item["type"] == "function_call")
@@ -184,7 +184,7 @@ def of_items(items: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, Any
 
 
 every_dialect = pytest.mark.parametrize(
-    "ask",
+    "dialect",
     [
         openai_whole,
         openai_streamed,
@@ -199,18 +199,18 @@ every_dialect = pytest.mark.parametrize(
 
 
 @every_dialect
-def test_calls(ask):
-    only = ask(backend(calls("Rome")), tools=TOOLS)
+def test_calls(dialect):
+    only = dialect(backend(calls("Rome")), tools=TOOLS)
     assert only == ("", "", [("weather", {"city": "Rome"})], "tool_calls")
-    text = ask(backend("Let me see. ", calls("Rome"), "\n", calls("Tromsø")), tools=TOOLS)
+    text = dialect(backend("Let me see. ", calls("Rome"), "\n", calls("Tromsø")), tools=TOOLS)
     assert (text[0], text[1].strip(), text[3]) == ("", "Let me see.", "tool_calls")
     assert text[2] == [("weather", {"city": "Rome"}), ("weather", {"city": "Tromsø"})]
 
 
 @every_dialect
 @pytest.mark.parametrize("text", ["Hello", calls("Rome", name="other"), calls("Rome")[:30], "<tool_call>{</tool_call>"])
-def test_text_that_is_no_call_stays_text(ask, text):
-    assert ask(backend(text), tools=TOOLS) == ("", text, [], "stop")
+def test_text_that_is_no_call_stays_text(dialect, text):
+    assert dialect(backend(text), tools=TOOLS) == ("", text, [], "stop")
 
 
 CUT = calls("Rome").partition("Rome")[0]
@@ -218,15 +218,15 @@ CUT = calls("Rome").partition("Rome")[0]
 
 @every_dialect
 @pytest.mark.parametrize("text", [CUT + "Ro", f"{CUT}\\x", calls("Rome").replace('"Rome"', "NaN")])
-def test_a_call_that_is_cut_in_its_arguments_is_marked(ask, text):
-    thought, printed, given, finish = ask(backend(text), tools=TOOLS)
+def test_a_call_that_is_cut_in_its_arguments_is_marked(dialect, text):
+    thought, printed, given, finish = dialect(backend(text), tools=TOOLS)
     rest = text[len(CUT) :] if "\\" in text else "NaN" + text.partition("NaN")[2] if "NaN" in text else ""
-    if ask in (ollama_whole, ollama_streamed):
+    if dialect in (ollama_whole, ollama_streamed):
         assert (thought, given, finish) == ("", [], "stop")
         assert sorted(printed) == sorted(text.partition("<tool_call>\n")[2])
     else:
         assert (thought, printed, given) == ("", rest, [("weather", {})])
-        assert finish == ("tool_calls" if ask in (responses_whole, responses_streamed) else "length")
+        assert finish == ("tool_calls" if dialect in (responses_whole, responses_streamed) else "length")
 
 
 def test_a_call_is_streamed_as_it_is_written():
@@ -244,27 +244,27 @@ def test_a_call_is_streamed_as_it_is_written():
 
 
 @every_dialect
-def test_without_tools_a_call_is_text(ask):
-    assert ask(backend(calls("Rome"))) == ("", calls("Rome"), [], "stop")
+def test_without_tools_a_call_is_text(dialect):
+    assert dialect(backend(calls("Rome"))) == ("", calls("Rome"), [], "stop")
 
 
 @every_dialect
-def test_thoughts(ask):
-    thought, text, given, finish = ask(backend("I think.\n</think>\n\nHello", template=OPENS))
+def test_thoughts(dialect):
+    thought, text, given, finish = dialect(backend("I think.\n</think>\n\nHello", template=OPENS))
     assert (thought.strip(), text.strip(), given, finish) == ("I think.", "Hello", [], "stop")
-    thought, text, given, finish = ask(backend("Hm.</think>\n\n", calls("Rome"), template=OPENS), tools=TOOLS)
+    thought, text, given, finish = dialect(backend("Hm.</think>\n\n", calls("Rome"), template=OPENS), tools=TOOLS)
     assert (thought.strip(), text.strip(), given, finish) == ("Hm.", "", [("weather", {"city": "Rome"})], "tool_calls")
 
 
-@pytest.mark.parametrize("ask", [openai_whole, openai_streamed])
-def test_reasoning_stays_in_the_content_on_request(ask):
-    assert ask(backend("Hm.</think>Hello", template=OPENS), reasoning_format="none")[:2] == ("", "Hm.</think>Hello")
+@pytest.mark.parametrize("dialect", [openai_whole, openai_streamed])
+def test_reasoning_stays_in_the_content_on_request(dialect):
+    assert dialect(backend("Hm.</think>Hello", template=OPENS), reasoning_format="none")[:2] == ("", "Hm.</think>Hello")
 
 
-@pytest.mark.parametrize("ask", [openai_whole, openai_streamed])
-def test_one_call_ends_the_response_without_parallel_calls(ask):
+@pytest.mark.parametrize("dialect", [openai_whole, openai_streamed])
+def test_one_call_ends_the_response_without_parallel_calls(dialect):
     made = backend(calls("Rome"), calls("Oslo"))
-    got = ask(made, tools=TOOLS, parallel_tool_calls=False)
+    got = dialect(made, tools=TOOLS, parallel_tool_calls=False)
     assert got == ("", "", [("weather", {"city": "Rome"})], "tool_calls")
     assert made.calls[0].sampled <= len(calls("Rome"))
 
@@ -289,11 +289,11 @@ PIECES = [
 @every_dialect
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.lists(st.sampled_from(PIECES), max_size=8).map("".join), name=st.sampled_from(list(FORMS)))
-def test_any_model_output_gets_a_response(ask, text, name):
+def test_any_model_output_gets_a_response(dialect, text, name):
     made = backend(text, template=OPENS)
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser=name)
-    _, _, given, _ = ask(made, tools=TOOLS)
+    _, _, given, _ = dialect(made, tools=TOOLS)
     assert all(called == "weather" for called, _ in given)
 
 
@@ -307,8 +307,8 @@ async def test_a_marker_may_be_a_control_token(monkeypatch):
     job = completion_job(parse(CompletionRequest, b'{"prompt": "Hi", "max_tokens": 99}'), made.model(), seed=1)
 
     async def answer(reading: CompletionReading | None) -> WrittenChoice:
-        asking = msgspec.structs.replace(job, reading=reading)
-        async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0], clock=float)) as written:
+        reading_job = msgspec.structs.replace(job, reading=reading)
+        async with aclosing(write(made, made.model().vocabulary, reading_job, job.choices[0], clock=float)) as written:
             return WrittenChoice.of(job.choices[0], [part async for part in written])
 
     read, plain = await answer(asked), await answer(None)
@@ -356,7 +356,7 @@ def test_the_conversation_continues_in_every_dialect():
     )
     arguments = {"city": "Rome"}
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
-    asks: list[tuple[str, dict[str, Any]]] = [
+    requests: list[tuple[str, dict[str, Any]]] = [
         (
             "/v1/chat/completions",
             {
@@ -403,7 +403,7 @@ def test_the_conversation_continues_in_every_dialect():
             },
         ),
     ]
-    for path, body in asks:
+    for path, body in requests:
         made = backend("x", template=template)
         assert post(made, path, **body).status_code == 200, path
         prompt = bytes(made.calls[0].prompt[1:]).decode()

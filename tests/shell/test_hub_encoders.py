@@ -65,7 +65,7 @@ def planned(command) -> dict[str, Any]:
     return json.loads(out)["model"]
 
 
-def given(hub, name: str) -> list[str]:
+def sent(hub, name: str) -> list[str]:
     return [part for method, path, part in hub.asked if method == "GET" and path.endswith(name)]
 
 
@@ -96,9 +96,9 @@ def test_the_header_alone_is_enough_of_a_model_to_encode_its_pictures(hub, serve
 @pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
 def test_an_unwanted_encoder_is_not_fetched_and_plans_count_a_wanted_one(hub, serve, command, place, words):
     assert serve("--mmproj", "none", *words)[1].projector is None
-    assert not given(hub, ENCODER)
+    assert not sent(hub, ENCODER)
     found = planned(command)
-    assert len(given(hub, ENCODER)) == 1, "its beginning"
+    assert len(sent(hub, ENCODER)) == 1, "its beginning"
     assert not (place / ENCODER).exists()
     projector = serve(*words)[1].projector
     assert projector == place / ENCODER
@@ -136,7 +136,7 @@ def test_an_offered_model_gets_its_missing_encoder_when_it_is_loaded(hub, serve,
     library, lines = offers[0].read(), []
     (model,) = library.models
     assert offers[0].options_of(model, library).projector is None
-    assert not given(hub, ENCODER), "not yet"
+    assert not sent(hub, ENCODER), "not yet"
     offers[0].bring(model, library, lines.append)
     assert [ENCODER in line for line in lines] == [True]
     (model,) = offers[0].read().models

@@ -78,7 +78,7 @@ def wanted(cutter: RangedCutter, *layers: int) -> list[WantedLayer]:
     return [WantedLayer(ref, origins[ref.digest]) for ref in refs]
 
 
-async def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
+async def download(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
     """Download ``layers``; returns the digest and tree of each, by the name of its origin."""
     found: dict[str, tuple[str, bytes]] = {}
     transfers = Transfers(context=None, identity=None, timings=TIMINGS)
@@ -117,7 +117,7 @@ def test_a_hub_without_ranges_or_with_a_different_file_supplies_no_header(hub, t
 async def test_downloaded_layers_equal_those_cut_out_of_the_file(hub, path, cutter, tmp_path):
     hub.cut[FILE] = 100
     hub.statuses += [503, 429, 500]
-    found = await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
+    found = await download(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
     file = open_model(path)
     assert {digest for digest, _ in found.values()} == {cut_layer(file, layer).ref().digest for layer in (0, 1, 5)}
     assert not hub.cut
@@ -139,7 +139,9 @@ async def test_an_unknown_architecture_is_certified_by_its_header_and_fetched_by
         assert not why
         digests = LayerDigests(header, tmp_path / "digests.json")
         cutter = RangedCutter(header, digests, files=found.files, parts=found.parts, hubs=own_hubs())
-        for name, (_, tree) in (await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, *range(9)))).items():
+        for name, (_, tree) in (
+            await download(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, *range(9)))
+        ).items():
             cutter.learn(name, tree)
         file = ModelCutter(replace(open_model(path), derived=header.derived))
         for first, last in ((0, 3), (3, 8)):
@@ -165,7 +167,7 @@ async def test_a_model_with_all_layers_is_compared_with_the_hash_that_the_hub_st
     first, *others = cutter.layers_of_all
 
     async def have(*layers):
-        for name, (_, tree) in (await draw(cutter, cache, wanted(cutter, *layers))).items():
+        for name, (_, tree) in (await download(cutter, cache, wanted(cutter, *layers))).items():
             cutter.learn(name, tree)
 
     await have(*others)
@@ -190,7 +192,7 @@ async def test_a_downloaded_layer_is_not_downloaded_again_and_then_known_by_its_
     cache = LayerCache(tmp_path / "cache")
     (layer,) = wanted(cutter, 2)
     assert not layer.is_hashed
-    found = await draw(cutter, cache, [layer])
+    found = await download(cutter, cache, [layer])
     digest, tree = found[layer.origin.name]
     assert cutter.learn(layer.origin.name, tree) is None
     (layer,) = wanted(cutter, 2)
@@ -204,7 +206,7 @@ async def test_a_layer_with_another_digest_than_before_is_refused_and_not_saved(
     (layer,) = wanted(cutter, 3)
     cutter.learn(layer.origin.name, bytes(32 * chunk_count(layer.ref.size_bytes)))
     with pytest.raises(ClusterError, match="another device fetched other bytes"):
-        await draw(cutter, cache, wanted(cutter, 3))
+        await download(cutter, cache, wanted(cutter, 3))
     assert not cache.layers()
     assert not cache.partial_bytes()
 
@@ -231,7 +233,7 @@ async def bring(
     cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer], *neighbours: LayerCache
 ) -> dict[str, tuple[str, bytes]]:
     """Bring ``layers`` to a worker whose hub files are elsewhere; ``neighbours`` may have some. Returns the same as
-    ``draw``.
+    ``download``.
     """
     identity, found = new_identity(), dict[str, tuple[str, bytes]]()
 
@@ -262,7 +264,7 @@ async def test_without_a_hub_neighbours_send_downloaded_layers_and_the_head_rela
     hub, cutter, path, tmp_path
 ):
     neighbour, cache, file = LayerCache(tmp_path / "neighbour"), LayerCache(tmp_path / "own"), open_model(path)
-    for name, (_, tree) in (await draw(cutter, neighbour, wanted(cutter, 1))).items():
+    for name, (_, tree) in (await download(cutter, neighbour, wanted(cutter, 1))).items():
         cutter.learn(name, tree)
     asked = len(hub.asked)
     assert not await bring(cutter, cache, wanted(cutter, 1), neighbour)
@@ -284,7 +286,7 @@ async def test_a_layer_that_nobody_sends_is_an_error_with_all_sources(hub, cutte
 async def test_a_file_that_changed_during_the_download_is_refused(hub, cutter, tmp_path):
     hub.repositories[REPO][FILE] = hub.repositories[REPO][FILE][:-1] + b"?"
     with pytest.raises(ClusterError, match=r"the hub: .* has another file there by now"):
-        await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
+        await download(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
 def test_a_range_that_is_too_slow_is_given_up(hub, cutter, monkeypatch):
@@ -297,7 +299,7 @@ def test_a_range_that_is_too_slow_is_given_up(hub, cutter, monkeypatch):
 async def test_a_disk_without_room_is_an_error_before_the_download(hub, cutter, tmp_path):
     asked = len(hub.asked)
     with pytest.raises(DiskError, match="do not fit"):
-        await draw(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
+        await download(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
     assert len(hub.asked) == asked
 
 
@@ -313,7 +315,7 @@ def test_the_token_is_not_sent_to_a_redirect_target(hub, cutter, path):
         reader.close()
 
 
-def answering(monkeypatch, address: str) -> None:
+def resolve_to(monkeypatch, address: str) -> None:
     """Resolve every name to ``address``."""
     monkeypatch.setattr(hub_ranges.socket, "getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (address, port))])
 
@@ -331,7 +333,7 @@ def answering(monkeypatch, address: str) -> None:
     ],
 )
 def test_no_connection_goes_to_private_addresses_or_without_encryption(monkeypatch, hub_url, there, address, replies):
-    answering(monkeypatch, address)
+    resolve_to(monkeypatch, address)
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a connection was made"))
     file = RemoteFile(f"{hub_url}/f", 10, "0" * 64)
     reader = HubRanges({hub_url})

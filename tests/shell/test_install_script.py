@@ -136,8 +136,8 @@ def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) 
 def test_it_installs_only_files_with_the_right_hash_into_the_stated_folders(
     home: Path, wheel: Path, llama: Path, index: Path
 ) -> None:
-    given = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
-    refused = install(home, *given, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)), PIP_FIND_LINKS=str(index))
+    options = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
+    refused = install(home, *options, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)), PIP_FIND_LINKS=str(index))
     assert refused.returncode == 2
     assert "hash" in refused.stderr.lower()
     assert not (home / ".local" / "bin").exists()
@@ -177,8 +177,8 @@ def test_uv_and_pipx_get_checked_wheels_and_use_no_index(
 ) -> None:
     program(home.parent / "programs" / installer, INSTALLS)
     script = checkout(home.parent, CONSTRAINTS % sha256(index / "saying-1.0-py3-none-any.whl"))
-    given = ("--from", wheel, "--yes", "--installer", installer)
-    ended = install(home, *given, script=script, PIP_FIND_LINKS=str(index), CXX=sys.executable)
+    options = ("--from", wheel, "--yes", "--installer", installer)
+    ended = install(home, *options, script=script, PIP_FIND_LINKS=str(index), CXX=sys.executable)
     assert ended.returncode == 0, ended.stderr
     assert_progress_and_offer(ended, llama)
     printed = (home.parent / "asked").read_text()
@@ -202,13 +202,13 @@ def test_it_does_nothing_without_confirmation(home: Path, wheel: Path, asked: tu
 def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
     home: Path, wheel: Path, llama: Path
 ) -> None:
-    given = ("--from", wheel, "--dry-run", "--llama-wheel", llama)
-    ended = install(home, *given, "--sha256", sha256(llama), CXX="no-such-compiler")
+    options = ("--from", wheel, "--dry-run", "--llama-wheel", llama)
+    ended = install(home, *options, "--sha256", sha256(llama), CXX="no-such-compiler")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert f"take llama.cpp from {llama}, whose SHA-256 is right" in ended.stdout
-    assert f"its SHA-256 is {sha256(llama)}, not 00" in install(home, *given, "--sha256", "00").stderr
+    assert f"its SHA-256 is {sha256(llama)}, not 00" in install(home, *options, "--sha256", "00").stderr
     llama.write_bytes(b"wheel")
-    unfit = install(home, *given, "--sha256", sha256(llama))
+    unfit = install(home, *options, "--sha256", sha256(llama))
     assert (unfit.returncode, len(unfit.stderr.splitlines())) == (2, 1)
     assert f"--llama-wheel {llama}: File is not a zip file; leave it out to build one here" in unfit.stderr
 
@@ -216,9 +216,9 @@ def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
 def test_a_wheel_that_becomes_another_one_after_it_was_judged_is_not_installed(
     home: Path, wheel: Path, llama: Path
 ) -> None:
-    given = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
+    options = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
     program(home.parent / "programs" / "mktemp", f'#!/bin/sh\necho other >>"{llama}"\nexec /usr/bin/mktemp "$@"\n')
-    ended = install(home, *given, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)))
+    ended = install(home, *options, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)))
     assert (ended.returncode, "changed meanwhile" in ended.stderr) == (2, True)
     assert not (home / ".local").exists()
 

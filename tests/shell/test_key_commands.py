@@ -9,7 +9,7 @@ from primad.api.http.keys import key_like
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch, tmp_path):
+def _isolated(monkeypatch, tmp_path):
     """Hide this user's home folder and key."""
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PRIMAD_API_KEY", raising=False)
@@ -21,8 +21,8 @@ def test_a_key_is_printed_once_listed_by_name_and_removed(command, tmp_path):
     code, out, err = command("key", "add", "guest", "--requests", "20", "--tokens", "20000")
     assert (code, out.count("\n")) == (0, 1)
     assert "--api-key-file" in err
-    (kept,) = read_keys(path) or ()
-    assert key_like(out.strip(), [kept]) == kept
+    (saved,) = read_keys(path) or ()
+    assert key_like(out.strip(), [saved]) == saved
     assert out.strip() not in path.read_text()
     command("key", "add", "laptop")
     assert command("key", "list")[1] == "guest: 20 requests per minute, 20000 tokens per minute\nlaptop: no limits\n"

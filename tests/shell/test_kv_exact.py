@@ -45,7 +45,7 @@ from tests.shell.test_streams_exact import EVERYTHING, streaming
 
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
 ANSWER = 7
-NOT_KEPT = {"deci", "deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3", "plamo2"}
+UNSUPPORTED = {"deci", "deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3", "plamo2"}
 """Some of their layers have no cells, or a second cache for the choice of cells that attention sees, or the graph has
 other names for its state tensors.
 """
@@ -76,7 +76,7 @@ class Whole(Route):
         self.windows = [whole_of(header, options)]
 
 
-class Kept:
+class SavedBlocks:
     """KV blocks of all layers, computed, read and kept as in a ring."""
 
     def __init__(self, route, sequence):
@@ -103,10 +103,10 @@ def restore(route, blocks, sequence):
         window.kv_restore(sequence, [block[first:last] for block in blocks])
 
 
-def answer(route, kept, sequence, logits, count):
+def answer(route, saved, sequence, logits, count):
     """Compute and keep ``count`` greedy tokens from ``logits``; returns the last logits."""
     for _ in range(count):
-        logits = kept.add([int(logits.argmax())])
+        logits = saved.add([int(logits.argmax())])
     return logits
 
 
@@ -129,21 +129,21 @@ def judge(header, folder, kind, sequences, cuts):
             stack.callback(route.release)
             assert all(window.kv_supported for window in route.windows)
         source = routes[1]
-        kept = Kept(source, sequence)
-        kept.add(PROMPT[:64])
-        logits = answer(source, kept, sequence, kept.add(PROMPT[64:]), ANSWER)
+        saved = SavedBlocks(source, sequence)
+        saved.add(PROMPT[:64])
+        logits = answer(source, saved, sequence, saved.add(PROMPT[64:]), ANSWER)
         after = []
         for step in range(3):
             token = int(logits.argmax())
-            logits = source.logits([token], len(kept.tokens) + step, sequence)
+            logits = source.logits([token], len(saved.tokens) + step, sequence)
             after.append((token, logits))
         for route in (*routes, source):
-            restore(route, kept.blocks, sequence)
-            again = Kept(route, sequence)
-            again.keep(len(kept.tokens))
-            assert joined(again.blocks) == joined(kept.blocks)
+            restore(route, saved.blocks, sequence)
+            again = SavedBlocks(route, sequence)
+            again.keep(len(saved.tokens))
+            assert joined(again.blocks) == joined(saved.blocks)
             for step, (token, expected) in enumerate(after):
-                difference = np.abs(route.logits([token], len(kept.tokens) + step, sequence) - expected).max()
+                difference = np.abs(route.logits([token], len(saved.tokens) + step, sequence) - expected).max()
                 assert difference == 0, f"{kind}, {sequences} sequences, {step} tokens on: {difference}"
 
 
@@ -156,35 +156,35 @@ def joined(blocks):
 
 
 PAIRS = [("flash", 1), ("scores", 3), ("q8_0", 1), ("flash", 3), ("scores", 1), ("q8_0", 3)]
-KEPT = sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT)
+SUPPORTED_KINDS = sorted(set(EVERY_KIND) - set(HYBRIDS) - UNSUPPORTED)
 PLAIN = [
     each.name for each in SUPPORTED.values() if each.sliding is Sliding.NEVER and each.name not in {*LATENT, *DIFFERING}
 ]
 """Their layers all have the same KV cells, for all positions."""
-EVERY_RUN = {*KEPT} - {*sorted({*KEPT} & {*PLAIN})[2 * len(PAIRS) :]}
+EVERY_RUN = {*SUPPORTED_KINDS} - {*sorted({*SUPPORTED_KINDS} & {*PLAIN})[2 * len(PAIRS) :]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.matrix) for name in KEPT],
+    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.matrix) for name in SUPPORTED_KINDS],
 )
 def test_kv_cells_restore_into_windows_of_another_cut(architecture, tmp_path):
     """Each kind of cells, with one sequence and several, is tried with some architectures; the full matrix has all
     pairs.
     """
-    into_other_cuts(architecture, [PAIRS[KEPT.index(architecture) % len(PAIRS)]], tmp_path)
+    into_other_cuts(architecture, [PAIRS[SUPPORTED_KINDS.index(architecture) % len(PAIRS)]], tmp_path)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("architecture", KEPT)
+@pytest.mark.parametrize("architecture", SUPPORTED_KINDS)
 def test_kv_cells_of_each_kind_restore_into_windows_of_another_cut(architecture, tmp_path):
     into_other_cuts(architecture, PAIRS, tmp_path)
 
 
 def into_other_cuts(architecture, pairs, folder):
     header = written(folder, architecture, **WIDE)
-    assert not why_not_kept(model_profile(header)), "what a plan says of it"
+    assert not why_not_kept(model_profile(header)), "the reason that a plan shows"
     kinds = {"flash"} if architecture == "mimo2" else {"flash", "scores"}  # its values differ in size from its keys
     if model_profile(header).kv_head_width % KV_BLOCK == 0:
         kinds.add("q8_0")
@@ -200,12 +200,12 @@ def test_kv_cells_restore_into_other_windows(architecture, kind, tmp_path):
     judge(header, tmp_path, kind, 3, cut_into(header, tmp_path, ([0, 2, 4, 6], [0, 1, 5, 6])))
 
 
-@pytest.mark.parametrize("architecture", sorted(NOT_KEPT))
+@pytest.mark.parametrize("architecture", sorted(UNSUPPORTED))
 def test_kv_cells_in_an_unknown_state_are_not_saved(architecture, tmp_path):
     header = written(tmp_path, architecture)
     model = whole_of(header, options_of("flash", 3))
     assert not model.kv_supported
-    assert why_not_kept(model_profile(header)), "what a plan says of it"
+    assert why_not_kept(model_profile(header)), "the reason that a plan shows"
     model.forward(rows(np.array(PROMPT[:3], np.int32), 0))
     model.release()
 
@@ -272,7 +272,7 @@ HISTORY = st.lists(
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def played(request, tmp_path_factory):
+def with_history(request, tmp_path_factory):
     header = written(tmp_path_factory.mktemp("model"), request.param)
     with opened(header, "flash", SEQUENCES) as model, opened(header, "flash", SEQUENCES) as fresh:
         yield model, fresh
@@ -280,9 +280,9 @@ def played(request, tmp_path_factory):
 
 @given(history=HISTORY)
 @settings(max_examples=40)
-def test_after_any_history_a_position_has_its_own_kv_cell(played, history):
+def test_after_any_history_a_position_has_its_own_kv_cell(with_history, history):
     """``kv_cells`` reads a position where llama.cpp's own state has it."""
-    model, fresh = played
+    model, fresh = with_history
     ends = [0] * SEQUENCES
     for sequence in range(SEQUENCES):
         model.kv_remove(sequence, 0, -1)

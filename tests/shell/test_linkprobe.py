@@ -97,19 +97,19 @@ def dead(monkeypatch) -> set[str]:
     All others get enough time for a busy machine.
     """
     found: set[str] = set()
-    measure, ask = linkprobe._measure, WorkerLink.measure_links
+    measure, send = linkprobe._measure, WorkerLink.measure_links
 
-    async def measure_one(
+    async def measure_link(
         context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
     ) -> linkprobe._Measured:
         is_dead = found & {host, target.key, target.device}
         return await measure(context, identity, host, target, 0.3 if is_dead else PATIENCE_S)
 
-    async def ask_one(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
-        return await ask(worker, targets, 0.4 if worker.name in found else max(timeout_s, PATIENCE_S))
+    async def request_one(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
+        return await send(worker, targets, 0.4 if worker.name in found else max(timeout_s, PATIENCE_S))
 
-    monkeypatch.setattr(linkprobe, "_measure", measure_one)
-    monkeypatch.setattr(WorkerLink, "measure_links", ask_one)
+    monkeypatch.setattr(linkprobe, "_measure", measure_link)
+    monkeypatch.setattr(WorkerLink, "measure_links", request_one)
     return found
 
 
@@ -243,7 +243,7 @@ async def test_a_worker_gets_no_ipv6_scope_of_the_head(monkeypatch):
     async with devices("a", "b") as (context, (a, b)):
         reported: list[list[str]] = []
 
-        async def ask(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
+        async def send(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
             reported.extend(target.addresses for target in targets)
             return MeasuredLinks(links=[], unreached=[])
 
@@ -253,7 +253,7 @@ async def test_a_worker_gets_no_ipv6_scope_of_the_head(monkeypatch):
             own.extend(target.addresses for target in asked[-1])
             return MeasuredLinks(links=[], unreached=[])
 
-        monkeypatch.setattr(WorkerLink, "measure_links", ask)
+        monkeypatch.setattr(WorkerLink, "measure_links", send)
         monkeypatch.setattr(links_module, "measure_links", measure)
         workers = await greeted(context, a, b)
         addresses = {"b": ["fe80::9%4", "fe80::9%5", "192.0.2.1"]}
@@ -368,7 +368,7 @@ async def test_a_device_that_was_too_busy_to_reply_is_measured_again_on_request(
         await book.measure(workers, {}, lines)
         assert lines.measured == 3, "not before each plan"
         await book.measure(workers, {}, lines, again=True)
-        assert (lines.printed, lines.measured) == (printed, 5), "it is told once"
+        assert (lines.printed, lines.measured) == (printed, 5), "it is reported once"
 
         b.echoes = True
         dead.clear()
@@ -394,11 +394,11 @@ async def test_a_worker_is_asked_for_one_link_at_a_time(monkeypatch):
     """The time to report a measurement does not grow with the number of devices or of their addresses."""
     async with devices("a", "b", "c") as (context, made):
         workers, waited = await greeted(context, *made), list[float]()
-        ask = WorkerLink.measure_links
+        send = WorkerLink.measure_links
 
         async def noted(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
             waited.append(timeout_s)
-            return await ask(worker, targets, timeout_s)
+            return await send(worker, targets, timeout_s)
 
         monkeypatch.setattr(WorkerLink, "measure_links", noted)
         await book_of(context).measure(workers, {"c": [f"192.0.2.{at}" for at in range(60)]}, Lines())

@@ -135,7 +135,7 @@ def wait_step(links: Links, *others: Links) -> tuple[Step, np.ndarray]:
     raise AssertionError("no step came")
 
 
-def assert_nothing_comes(links: Links, *others: Links, within_ms: int = 400) -> None:
+def assert_nothing_arrives(links: Links, *others: Links, within_ms: int = 400) -> None:
     """Assert that no step arrives in time; the proof is only as good as the time is long."""
     deadline = time.monotonic() + within_ms / 1000
     while (left := deadline - time.monotonic()) > 0:
@@ -216,7 +216,7 @@ def test_a_device_that_connects_before_it_is_known_gets_in_once_it_is():
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
         assert sender.is_waiting
-        assert_nothing_comes(receiver, sender)
+        assert_nothing_arrives(receiver, sender)
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         assert wait_step(receiver, sender)[0] == a_step()
 
@@ -225,7 +225,7 @@ def test_a_refused_device_gets_in_once_it_is_the_previous_one(receiver):
     with opened() as sender:
         sender.connect(receiver.endpoint, receiver.key, NOBODY)
         sender.send(a_step(), hidden())
-        assert_nothing_comes(receiver, sender)
+        assert_nothing_arrives(receiver, sender)
         receiver.connect("tcp://127.0.0.1:1", NOBODY, sender.key)
         assert wait_step(receiver, sender)[0] == a_step()
 
@@ -267,10 +267,10 @@ def test_an_intruder_gets_no_step_through_and_disturbs_nobody(receiver, options)
         with contextlib.suppress(zmq.Again):  # until its own buffer is full
             for _ in range(2000):
                 intruder.send_multipart([encode(a_step(66)), VALID[1]], zmq.NOBLOCK)
-        assert_nothing_comes(receiver)
+        assert_nothing_arrives(receiver)
         push.send_multipart(VALID)
         assert wait_step(receiver)[0] == a_step()
-        assert_nothing_comes(receiver, within_ms=100)
+        assert_nothing_arrives(receiver, within_ms=100)
     assert receiver.refused == 0
 
 

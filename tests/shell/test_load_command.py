@@ -41,7 +41,7 @@ class LoadingModels(FakeModels):
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch, tmp_path):
+def _isolated(monkeypatch, tmp_path):
     """Hide this user's heads, models and keys."""
     for name, place in {VARIABLE: "local", "PRIMAD_HOME": "home", "HOME": "user"}.items():
         monkeypatch.setenv(name, str(tmp_path / place))
@@ -84,8 +84,8 @@ def test_a_model_is_loaded_by_a_short_name_and_unloaded(command):
 def test_why_a_model_is_not_loaded_is_one_line(command):
     with head(without_model(), models=three()) as url:
         assert command("load", "broken", "--url", url)[2].endswith("broken: cannot be loaded: no device has room\n")
-        for what in ("load", "unload"):
-            code, out, err = command(what, "three", "--url", url)
+        for verb in ("load", "unload"):
+            code, out, err = command(verb, "three", "--url", url)
             assert (code, out, err.count("\n")) == (2, "", 1)
             assert "there are: one, org/two:Q4_K_M, broken" in err
     with head(FakeBackend(replies())) as url:

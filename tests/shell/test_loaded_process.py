@@ -49,7 +49,7 @@ def loaded(place: Workspace, ring: FakeRingProcess) -> LoadedProcess:
     return LoadedProcess(ring, place, 1, None)
 
 
-async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
+async def received(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
     """All its events, and the error that ended it."""
     events = []
     try:
@@ -67,30 +67,30 @@ async def test_events_before_the_end_are_delivered_before_it(place):
     for windows in range(200):  # more than are buffered for a late listener
         ring.report_line(Loading(windows))
     ring.die("no memory")
-    events, error = await heard(process)
+    events, error = await received(process)
     assert events == [Loading(windows) for windows in range(200)]
     assert (str(error), process.ended) == ("no memory", True)
-    assert str((await heard(process))[1]) == "no memory", "whoever asks again is told again"
+    assert str((await received(process))[1]) == "no memory", "a second listener gets the reason too"
     await process.close()
 
 
 async def test_a_listener_gets_past_and_future_events_in_order_and_then_the_end(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
-    heard: list[RingEvent] = []
+    received: list[RingEvent] = []
     two_hundred, three_hundred = asyncio.Event(), asyncio.Event()
 
-    def hear(event: RingEvent) -> None:
-        heard.append(event)
-        if len(heard) == 200:
+    def handle(event: RingEvent) -> None:
+        received.append(event)
+        if len(received) == 200:
             two_hundred.set()
-        if len(heard) == 300:
+        if len(received) == 300:
             three_hundred.set()
 
     for windows in range(200):  # more than are buffered for a late listener
         ring.report_line(Loading(windows))
     async with asyncio.timeout(PATIENCE_S):
-        listening = asyncio.create_task(process.listen(hear))
+        listening = asyncio.create_task(process.listen(handle))
         await two_hundred.wait()
         for windows in range(200, 300):
             ring.report_line(Loading(windows))
@@ -98,7 +98,7 @@ async def test_a_listener_gets_past_and_future_events_in_order_and_then_the_end(
         ring.die("no memory")
         with pytest.raises(RingError, match="no memory"):
             await listening
-    assert heard == [Loading(windows) for windows in range(300)]
+    assert received == [Loading(windows) for windows in range(300)]
     await process.close()
 
 
@@ -106,12 +106,12 @@ async def test_an_event_that_a_listener_cannot_handle_ends_its_listening(place):
     ring = FakeRingProcess(0, holds_back=True)
     process = loaded(place, ring)
 
-    def hear(event: RingEvent) -> None:
+    def handle(event: RingEvent) -> None:
         if event == Loading(1):
             raise RingError("nothing for a head")
 
     async with asyncio.timeout(PATIENCE_S):
-        listening = asyncio.create_task(process.listen(hear))
+        listening = asyncio.create_task(process.listen(handle))
         ring.report_line(Loading(0))
         ring.report_line(Loading(1))
         with pytest.raises(RingError, match="nothing for a head"):
@@ -142,7 +142,7 @@ async def test_the_reason_of_any_end_is_reported(
     ring = Mistaken(0, holds_back=True)
     process = loaded(place, ring)
     end(ring, stopped)
-    assert str((await heard(process))[1]) == reason
+    assert str((await received(process))[1]) == reason
     await process.close()
 
 

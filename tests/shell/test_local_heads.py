@@ -34,8 +34,8 @@ def head(device: str, port: int, pid: int = 1) -> LocalHead:
 def test_a_head_is_found_by_its_home_and_by_all_while_it_lives(tmp_path: Path):
     home = tmp_path / "home"
     with announced_head(home, "desk", "http://127.0.0.1:8081", 8081):
-        for asked in (home, tmp_path / "another"):
-            assert [found.url for found in local_heads(asked)] == ["http://127.0.0.1:8081"]
+        for folder in (home, tmp_path / "another"):
+            assert [found.url for found in local_heads(folder)] == ["http://127.0.0.1:8081"]
     assert local_heads(home) == []
     assert not home_note(home).exists()
 

@@ -98,8 +98,8 @@ def test_adapters_of_the_token_embedding_and_the_output(architecture, tmp_path):
         (write_adapter(tmp_path / "b.gguf", outside, architecture=architecture, rank=3, alpha=0.0, seed=5), -0.5),
     ]
     expected = llama_logits(path, adapters)
-    for alone in adapters:
-        assert not np.array_equal(llama_logits(path, [alone]), expected)
+    for single in adapters:
+        assert not np.array_equal(llama_logits(path, [single]), expected)
     assert np.array_equal(ring_logits(header, cuts_of(header)[0], tmp_path, adapters), expected)
 
 

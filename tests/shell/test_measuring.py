@@ -30,7 +30,7 @@ class Reports:
         self.settled = 0
 
     def report_line(self, line: str) -> None:
-        assert "other programs ran while this device was measured" in line, "as they do beside these tests"
+        assert "other programs ran while this device was measured" in line, "as they do during these tests"
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         assert (device, phase) == ("desk", "profile")
@@ -94,10 +94,10 @@ async def test_a_failure_of_the_measuring_child_is_one_clear_error(config):
 
 
 async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config, monkeypatch):
-    begun = count()
+    starts = count()
 
     async def idle() -> None:
-        if next(begun) == 1:  # another daemon of this machine has measured meanwhile
+        if next(starts) == 1:  # another daemon of this machine has measured meanwhile
             write(machine_record(None), home_record(), config.home)
 
     computed_s = iter([0.0, 0.0, 0.5])
@@ -110,7 +110,7 @@ async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config,
             await asyncio.sleep(0.02)
     await refining
     assert is_profiled(config.home, None, Effort())
-    assert next(begun) == 2
+    assert next(starts) == 2
 
 
 async def test_a_device_that_was_measured_with_full_effort_is_not_measured_again(config, monkeypatch):

@@ -25,11 +25,11 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.available, self.looks, self.now = 8 * GIB, 0, 0
-        self.heard: asyncio.Queue[int] = asyncio.Queue()
-        self.held = 0
+        self.reports: asyncio.Queue[int] = asyncio.Queue()
+        self.resident_bytes = 0
         self.looked = threading.Event()
         monkeypatch.setattr(memory_watch, "children", lambda: [7])
-        monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: self.held if pids == [7] else 0)
+        monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: self.resident_bytes if pids == [7] else 0)
         monkeypatch.setattr(memory_watch, "memory", self.memory)
         monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=self.clock))
 
@@ -45,7 +45,7 @@ class Machine:
         return self.now
 
     async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[MemoryWatch, asyncio.Task[None]]:
-        made = MemoryWatch(partial(ram_room, limits), self.heard.put, look_every_s=0.001)
+        made = MemoryWatch(partial(ram_room, limits), self.reports.put, look_every_s=0.001)
         made.begin(limits.ram_bytes(8 * GIB, 16 * GIB))
         return made, asyncio.create_task(made.run())
 
@@ -62,13 +62,13 @@ async def test_freed_memory_is_reported_once_and_then_no_longer_sampled(machine)
         assert machine.looks == 0, "nothing is missing"
         machine.available = 2 * GIB
         assert watch.max_bytes(GIB * 9) == 9 * GIB
-        machine.held = GIB // 2
+        machine.resident_bytes = GIB // 2
         assert await watch.report_memory_low(GIB) == 2 * GIB - GIB // 2
         assert (watch.max_bytes(GIB), watch.max_bytes(9 * GIB)) == (GIB, 2 * GIB - GIB // 2)
         assert await asyncio.to_thread(machine.looked.wait, PATIENCE_S)
-        assert machine.heard.empty()
+        assert machine.reports.empty()
         machine.available = 9 * GIB
-        assert await machine.heard.get() == 9 * GIB
+        assert await machine.reports.get() == 9 * GIB
         assert watch.max_bytes(9 * GIB) == 9 * GIB
         looks = machine.looks
         await asyncio.sleep(0.05)
@@ -81,7 +81,7 @@ async def test_reported_memory_respects_the_owners_limit(machine):
         watch, task = await machine.watch(OwnerLimits(ram=4 * GIB, vram=None, disk_bytes=None))
         assert await watch.report_memory_low(GIB) == 4 * GIB
         machine.available = 16 * GIB
-        assert await machine.heard.get() == 4 * GIB
+        assert await machine.reports.get() == 4 * GIB
         task.cancel()
 
 
@@ -96,5 +96,5 @@ async def test_memory_is_not_sampled_once_the_plan_has_all_of_it_again(machine):
         machine.available = 16 * GIB
         await asyncio.sleep(0.05)
         assert machine.looks <= looks + 1
-        assert machine.heard.empty()
+        assert machine.reports.empty()
         task.cancel()

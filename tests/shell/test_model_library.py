@@ -155,9 +155,9 @@ def test_a_manifest_that_cannot_be_used_is_one_line_and_harms_no_other(library, 
     ollama_model(store, f"{LIBRARY}/good/latest", toy(store / "x.gguf").read_bytes())
     found = library("ollama")
     assert names(found) == ["good:latest"]
-    [said] = lines(found)
-    assert line in said
-    assert "bad:latest" in said
+    [reported] = lines(found)
+    assert line in reported
+    assert "bad:latest" in reported
 
 
 def test_a_manifest_outside_its_store_is_refused(library, store, tmp_path):

@@ -65,16 +65,16 @@ def test_the_watchdog_is_the_one_of_this_process(environ: dict[str, str], second
 async def test_a_daemon_notifies_that_it_is_ready_alive_and_stopping(ear: socket.socket) -> None:
     states = iter(["waiting for a head", "waiting for a head"])
 
-    async def hear() -> str:
+    async def receive() -> str:
         return (await asyncio.to_thread(ear.recv, 1000)).decode()
 
     task = asyncio.create_task(
         report(lambda: next(states, "computes\nfor desk"), environment(ear, WATCHDOG_USEC="20000"))
     )
-    printed = [await hear() for _ in range(3)]
+    printed = [await receive() for _ in range(3)]
     task.cancel()
     await asyncio.wait([task])
-    while (last := await hear()) == "WATCHDOG=1":
+    while (last := await receive()) == "WATCHDOG=1":
         pass
     assert [*printed, last] == [
         "READY=1\nSTATUS=waiting for a head",

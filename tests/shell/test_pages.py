@@ -85,14 +85,14 @@ def in_parts(path: Path, first: int, count: int) -> FileRange:
     return FileRange(str(path), first * PART, count * PART)
 
 
-def is_gone(unit: Pages) -> bool:
+def is_evicted(unit: Pages) -> bool:
     return unit.size - SLACK <= unit.missing() <= unit.size
 
 
 @pytest.fixture
 def on_disk(weights: Map, opened: Callable[..., Pages]) -> None:
     """Skip the test if files in its folder cannot leave memory."""
-    if not is_gone(opened(in_parts(weights("probe"), 0, FILE_PARTS))):
+    if not is_evicted(opened(in_parts(weights("probe"), 0, FILE_PARTS))):
         pytest.skip("the file system of the test's folder keeps its files in memory (tmpfs)")
 
 
@@ -100,13 +100,13 @@ def on_disk(weights: Map, opened: Callable[..., Pages]) -> None:
 @pytest.mark.usefixtures("on_disk")
 def test_a_unit_is_in_memory_after_reading_and_not_after_release(weights, opened):
     unit = opened(in_parts(weights(), 2, 8))
-    assert is_gone(unit)
+    assert is_evicted(unit)
     assert unit.read() == 8 * PART
     assert unit.missing() == 0
     assert unit.has_last_page()
     assert unit.read() == 0, "it was there"
     unit.release()
-    assert is_gone(unit)
+    assert is_evicted(unit)
 
 
 @on_linux
@@ -118,9 +118,9 @@ def test_a_release_leaves_adjacent_units_in_memory(weights, opened):
         each.read()
     unit.release()
     assert (before.missing(), behind.missing()) == (0, 0)
-    assert is_gone(unit)
+    assert is_evicted(unit)
     before.release()
-    assert is_gone(before)
+    assert is_evicted(before)
     assert behind.missing() == 0
 
 
@@ -136,11 +136,11 @@ def test_a_page_that_two_ranges_share_belongs_to_both(weights, opened):
     first.read()
     assert shared.missing() == 0
     first.release()
-    assert is_gone(first)
+    assert is_evicted(first)
     assert shared.missing() == 0
     second.read()
     second.release()
-    assert is_gone(second)
+    assert is_evicted(second)
     assert shared.missing() == 0
 
 
@@ -150,7 +150,7 @@ def test_ranges_of_several_files_are_one_unit(weights, opened):
     paths = [weights("a"), weights("b")]
     unit = opened(*(in_parts(path, 4, 4) for path in paths))
     assert unit.size == 8 * PART
-    assert is_gone(unit)
+    assert is_evicted(unit)
     assert unit.read() == unit.size
     assert unit.missing() == 0
     assert [piece.span.file.path for piece in unit.pieces()] == [str(path) for path in paths]
@@ -240,7 +240,7 @@ def test_locked_pages_stay(weights, opened):
     assert unit.missing() == 0
     unit.unlock()
     unit.release()
-    assert is_gone(unit)
+    assert is_evicted(unit)
 
 
 @on_linux
@@ -286,7 +286,7 @@ def test_elsewhere_a_mapping_of_our_own_serves(weights, opened):
 def test_a_range_read_by_another_unit_is_in_memory_for_every_mapping(weights, monkeypatch, opened):
     path = weights()
     watcher = opened(in_parts(path, 8, 4))
-    assert is_gone(watcher)
+    assert is_evicted(watcher)
     with monkeypatch.context() as patch:
         patch.setattr(pages_module, "_LIBC", None)
         assert opened(in_parts(path, 8, 4)).read() == 4 * PART
@@ -310,7 +310,7 @@ def test_a_part_is_read_and_released_and_the_rest_stays(weights, opened):
     part = unit.part(4 * PART, 8 * PART)
     part.release()
     assert part.missing() == part.size
-    assert unit.missing() == part.size, "what is before and behind it stays"
+    assert unit.missing() == part.size, "what is before and after it stays"
     assert part.read() == part.size
     assert unit.missing() == 0
 

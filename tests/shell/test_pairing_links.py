@@ -164,7 +164,7 @@ def test_an_invalid_host_is_one_line():
         PairingServer("192.0.2.1", CODE, DESK, lambda _: None)
 
 
-ANSWERS = {
+REPLIES = {
     "nothing": b"",
     "garbage": b"HTTP/1.1 400 Bad Request\r\n\r\n",
     "a message that is none": b"\x00\x03abc",
@@ -173,7 +173,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+@pytest.mark.parametrize("answer", REPLIES.values(), ids=REPLIES.keys())
 async def test_something_else_on_the_port_is_one_line(answer: bytes):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)

@@ -100,7 +100,7 @@ async def test_token_limits_bound_the_embeddings_of_a_picture_which_have_their_o
     rows = {
         limits: sum(run.rows for run in each.runs if isinstance(run, EmbeddedRun)) for limits, each in found.items()
     }
-    assert all(least <= rows[least, most] <= most for least, most in found)
+    assert all(minimum <= rows[minimum, maximum] <= maximum for minimum, maximum in found)
     small, large = found.values()
     assert small.digest == large.digest
     assert not set(placed(small, 0)[0]) & {each for each in placed(large, 0)[0] if each < 0}
@@ -137,13 +137,13 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
     async with pictures(files) as service:
         first = await service.encode(noise(1), "a")
         os.kill(service.pid, signal.SIGSTOP)
-        asking = asyncio.create_task(service.encode(noise(2), "a"))
+        task = asyncio.create_task(service.encode(noise(2), "a"))
         for _ in range(20):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         assert await service.encode(noise(1), "a") is first, "what is kept waits for no other picture"
         os.kill(service.pid, signal.SIGKILL)
         with pytest.raises(RingError, match="process for pictures"):
-            await asking
+            await task
         assert await service.encode(noise(1), "a") is first, "what was kept is"
         await service.encode(noise(2), "a")
         assert service.starts == 2

@@ -121,7 +121,7 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     prompt, pictures = prompt_of(seeing, vocabulary, parts)
     seeing.release()
     vocabulary.release()
-    asked = (prompt, pictures, options.rows)
+    arguments = (prompt, pictures, options.rows)
     assert any(map(looks_ahead, prompt)) == family.looks_ahead
     assert {each.layout for each in pictures} == {family.layout}
     header = read_header(model)
@@ -131,7 +131,7 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         frozenset(),
         vocabulary=vocabulary_size(header),
     )
-    assert np.array_equal(answer(whole.forward, whole.logits, *asked), expected)
+    assert np.array_equal(answer(whole.forward, whole.logits, *arguments), expected)
     whole.release()
     for number, cuts in enumerate([*cuts_of(header), random_cuts(header, kind)]):
         folder = tmp_path / str(number)
@@ -140,25 +140,25 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         keeps = (
             not number and not any(recurrent_layers(header)) and all(window.kv_supported for window in route.windows)
         )
-        assert np.array_equal(answer(route.forward, route.windows[-1].logits, *asked), expected), cuts
+        assert np.array_equal(answer(route.forward, route.windows[-1].logits, *arguments), expected), cuts
         if keeps:
             middle, end = pictures[-1].first + 3, len(prompt)
             for window in route.windows:
                 cells = [window.kv_cells(0, *span) for span in ((0, middle), (middle, end))]
                 window.kv_remove(0, 0, -1)
                 window.kv_restore(0, cells)
-            begun = [*prompt, int(expected[0].argmax())]
-            found = answer(route.forward, route.windows[-1].logits, begun, *asked[1:], first=end)
+            continued = [*prompt, int(expected[0].argmax())]
+            found = answer(route.forward, route.windows[-1].logits, continued, *arguments[1:], first=end)
             assert np.array_equal(found[:-1], expected[1:]), "cells are kept and put back by their index"
         if family.looks_ahead:
             for window in route.windows:
                 window.kv_remove(0, 0, -1)
-            causal = answer(route.forward, route.windows[-1].logits, *asked, is_causal=True)
+            causal = answer(route.forward, route.windows[-1].logits, *arguments, is_causal=True)
             assert not np.array_equal(causal, expected), "rows that look ahead are not what others are"
         route.release()
 
 
-def rows_of(picture):
+def tokens_of(picture):
     return sum(run.rows for run in picture.runs if isinstance(run, EmbeddedRun))
 
 
@@ -168,17 +168,17 @@ def test_a_picture_with_too_many_tokens_is_scaled_down_and_others_are_unchanged(
     write_encoder(tmp_path / "encoder.gguf", "kimivl", shape.width)
     small, large = noise(1, 96, 64), noise(2, 400, 300)
     whole = PictureEncoder(*files, threads=1)
-    assert rows_of(whole.encode(large)) > 100
+    assert tokens_of(whole.encode(large)) > 100
     monkeypatch.setattr(encoder, "MAX_CONTENT_BYTES", 100 * 4 * shape.width)
     bounded = PictureEncoder(*files, threads=1)
     before = bounded.encode(small)
     assert before == whole.encode(small)
     made = bounded.encode(large)
-    assert 60 < rows_of(made) <= 100
+    assert 60 < tokens_of(made) <= 100
     assert bounded.encode(small) == before
-    asked = PictureEncoder(*files, threads=1, max_tokens=40).encode(large)
-    assert 20 < rows_of(asked) <= 40
-    assert asked.encoder != made.encoder == before.encoder
+    arguments = PictureEncoder(*files, threads=1, max_tokens=40).encode(large)
+    assert 20 < tokens_of(arguments) <= 40
+    assert arguments.encoder != made.encoder == before.encoder
 
 
 def test_a_picture_that_cannot_be_made_smaller_is_refused(tmp_path, monkeypatch):

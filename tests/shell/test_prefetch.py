@@ -42,11 +42,11 @@ class Log:
     def wait(self, line: str, count: int = 1) -> None:
         self.wait_until(lambda: self.lines.count(line) >= count, f"{count} times {line!r}")
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], description: str) -> None:
         """Wait until ``condition`` holds; it is checked after every line."""
         with self._news:
             if not self._news.wait_for(condition, PATIENCE_S):
-                pytest.fail(f"not {what} in {self.lines}")
+                pytest.fail(f"not {description} in {self.lines}")
 
     def since(self, start: int) -> list[str]:
         return self.lines[start:]
@@ -59,7 +59,7 @@ class FakePages:
         self.number, self._log = number, log
         self.size = SIZE
         self.ranges = (FileRange(f"layer-{number}", 0, SIZE),)
-        self.gate, self.begun = threading.Event(), threading.Event()
+        self.gate, self.started = threading.Event(), threading.Event()
         self.gate.set()
         self.error: EngineError | None = None
         self.halves: set[int] = set()
@@ -96,7 +96,7 @@ class FakePages:
 
     def read_piece(self, half: int) -> int:
         assert not self.closed
-        self.begun.set()
+        self.started.set()
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
@@ -205,7 +205,7 @@ class Rig:
             timings=StreamingTimings(**timings),
         )
 
-    def lap(self, *, first: int = 0, last: int | None = None) -> None:
+    def ring_pass(self, *, first: int = 0, last: int | None = None) -> None:
         """Compute one window, reporting all borders."""
         end = len(self.units) if last is None else last
         self.streamer.arrive(first, end)
@@ -270,22 +270,24 @@ def test_ring_passes_read_each_streamed_unit_at_most_once_and_no_resident_one(ri
     made = rig(6, {0, 2, 4}, 2)
     made.streamer.start()
     for _ in range(6):
-        made.lap()
+        made.ring_pass()
     made.log.wait("read 4", 2)
-    assert all(made.log.lines.count(f"read {unit}") <= 2 * (6 + 1) for unit in (0, 2, 4)), "a lap more: read ahead"
+    assert all(made.log.lines.count(f"read {unit}") <= 2 * (6 + 1) for unit in (0, 2, 4)), (
+        "one more ring pass: the read-ahead"
+    )
     assert made.log.lines[:6] == [f"read {unit}" for unit in (1, 1, 3, 3, 5, 5)]
-    assert not {f"{what} {unit}" for what in ("read", "release") for unit in (1, 3, 5)} & set(made.log.since(6))
+    assert not {f"{verb} {unit}" for verb in ("read", "release") for unit in (1, 3, 5)} & set(made.log.since(6))
 
 
 def test_no_more_is_held_than_the_slots(rig):
     made = rig(8, set(range(8)), 2)
     made.streamer.start()
     for _ in range(4):
-        made.lap()
+        made.ring_pass()
     held: set[int] = set()
     for line in made.log.lines:
-        what, unit = line.split()
-        if what == "read":
+        description, unit = line.split()
+        if description == "read":
             held.add(int(unit))
         else:
             held.discard(int(unit))
@@ -342,7 +344,7 @@ def test_an_overtaken_loader_turns_to_the_needed_unit(rig):
     made = rig(4, {0, 1, 2, 3}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
-    assert made.units[0].begun.wait(PATIENCE_S)
+    assert made.units[0].started.wait(PATIENCE_S)
     thread = threading.Thread(target=made.streamer.reach, args=[2])
     thread.start()
     # The first piece of unit 0 is being read; the position has moved when the second is due.
@@ -359,7 +361,7 @@ def test_nothing_is_released_if_everything_fits(rig):
     for unit in (1, 2):
         made.units[unit].present = SIZE  # as llama.cpp leaves them
     for _ in range(3):
-        made.lap()
+        made.ring_pass()
     assert made.log.lines == ["read 0", "read 0", "read 3", "read 3"]
     assert made.streamer.streamed_pages() == []
 
@@ -407,9 +409,9 @@ def test_less_may_stay_while_steps_pass(rig):
     made = rig(4, {1}, 2)
     made.units[1].present = SIZE
     made.streamer.start()
-    made.lap()
+    made.ring_pass()
     made.streamer.change(Residency.whole((SIZE,) * 4, frozenset(range(4)), 2 * SIZE))
-    made.lap()
+    made.ring_pass()
     made.log.wait_until(lambda: made.held() == {0, 1}, "the first two alone")
     assert {"release 2", "release 3"} <= set(made.log.lines)
     made.streamer.reach(2)
@@ -420,13 +422,13 @@ def test_less_may_stay_while_steps_pass(rig):
 def test_more_may_stay_while_steps_pass(rig):
     made = rig(4, {0, 1, 2, 3}, 2)
     made.streamer.start()
-    made.lap()
+    made.ring_pass()
     made.streamer.change(Residency.whole((SIZE,) * 4, frozenset({1}), 2 * SIZE))
     for _ in range(2):
-        made.lap()
+        made.ring_pass()
     start = len(made.log.lines)
     for _ in range(3):
-        made.lap()
+        made.ring_pass()
     assert not [line for line in made.log.since(start) if line.startswith("release")]
 
 
@@ -481,7 +483,7 @@ def test_resident_units_are_checked_one_by_one_while_steps_pass(rig):
     made.streamer.start()
     made.units[2].present = 0
     while made.log.lines.count("read 2") < 4:  # as often as needed; a ring pass is short
-        made.lap()
+        made.ring_pass()
     assert made.units[2].present == SIZE
 
 
@@ -489,8 +491,8 @@ def test_a_rewritten_file_with_the_same_content_is_trusted(rig):
     made = rig(3, {0, 1, 2}, 1, whole=True)
     made.streamer.start()
     made.units[1].touched.append("layer-1")
-    made.lap()
-    made.lap()
+    made.ring_pass()
+    made.ring_pass()
     assert made.verified == ["layer-1"]
     assert made.units[1].trusted == ["layer-1"]
 
@@ -500,7 +502,7 @@ def test_results_of_a_modified_file_are_not_sent(rig):
     made.streamer.start()
     made.units[2].touched.append("layer-2")
     with pytest.raises(WeightsError, match="somebody wrote to this file while it was used") as caught:
-        made.lap()
+        made.ring_pass()
     assert caught.value.file == "layer-2"
 
 
@@ -508,7 +510,7 @@ def test_closing_ends_the_thread_in_the_middle_of_a_unit(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.units[0].gate.clear()
     made.streamer.start()
-    assert made.units[0].begun.wait(PATIENCE_S)
+    assert made.units[0].started.wait(PATIENCE_S)
     closing = threading.Thread(target=made.streamer.close)
     closing.start()
     made.units[0].gate.set()
@@ -522,7 +524,7 @@ def test_a_hanging_disk_does_not_keep_the_process_from_ending(rig, caplog):
     made = rig(3, {0, 1, 2}, 1, close_timeout_s=0.01)
     made.units[0].gate.clear()
     made.streamer.start()
-    assert made.units[0].begun.wait(PATIENCE_S)
+    assert made.units[0].started.wait(PATIENCE_S)
     made.streamer.close()
     assert "does not come" in caplog.text
     assert not any(unit.closed for unit in made.units), "the thread that hangs may still use them"
@@ -540,11 +542,11 @@ def test_only_the_streamed_part_of_a_split_unit_is_read_and_released(rig):
     for unit in made.units:
         unit.present = SIZE
     made.streamer.start()
-    made.lap()
+    made.ring_pass()
     made.read_ahead()
     start = len(made.log.lines)
-    made.lap()
-    made.lap()
+    made.ring_pass()
+    made.ring_pass()
     made.read_ahead()
     read = [line for line in made.log.since(start) if line.startswith("read")]
     assert len(read) == 2 * len(made.residency.streamed), "half of each unit of which something streams"
@@ -564,22 +566,22 @@ def test_idle_scratch_memory_holds_more_units_and_is_released_for_the_next_promp
     streamer, base = made.streamer, made.residency
     streamer.start()
     streamer.prepare()
-    made.lap()
+    made.ring_pass()
     assert streamer.residency == base, "nothing was given back yet"
     streamer.spare(2 * SIZE)
     while not made.is_at_the_top():
-        made.lap()
+        made.ring_pass()
     grown = streamer.residency
     assert grown.held_bytes >= base.held_bytes + SIZE
     assert grown.held_bytes <= base.held_bytes + 2 * SIZE
     assert grown.read_bytes < base.read_bytes
     streamer.prepare()
     assert streamer.residency == base
-    made.lap()
+    made.ring_pass()
     assert streamer.residency == base, "no more stays before scratch memory is given back again"
     streamer.spare(2 * SIZE)
     while streamer.residency != grown:
-        made.lap()
+        made.ring_pass()
 
 
 def test_residency_grows_right_after_a_small_step_but_not_between_chunks_of_a_prompt(rig):
@@ -588,28 +590,28 @@ def test_residency_grows_right_after_a_small_step_but_not_between_chunks_of_a_pr
     streamer.start()
     for _ in range(2):
         streamer.prepare()
-        made.lap()
+        made.ring_pass()
         streamer.spare(2 * SIZE)
-        made.lap()
+        made.ring_pass()
         assert streamer.residency == base, "another window may need it for its part of the chunk"
     streamer.resolve()
     while not made.is_at_the_top():
-        made.lap()
+        made.ring_pass()
     streamer.prepare()
     streamer.spare(2 * SIZE)
-    made.lap()
+    made.ring_pass()
     assert streamer.residency == base, "a prompt came"
 
 
 def test_a_part_that_became_resident_is_read_and_checked(rig):
     made = rig(4, {0, 1, 2, 3}, 1)
     made.streamer.start()
-    made.lap()
+    made.ring_pass()
     parts = ((0, 0), (HALF, SIZE), (0, SIZE), (0, SIZE))
     made.streamer.change(Residency((SIZE,) * 4, parts, SIZE))
-    made.lap()
+    made.ring_pass()
     while made.units[0].present < SIZE or 0 not in made.units[1].halves:
-        made.lap()
+        made.ring_pass()
 
 
 def test_a_unit_that_becomes_resident_during_a_wait_ends_the_wait_once_read(rig):
@@ -656,7 +658,7 @@ def test_layers_that_become_resident_and_cannot_be_locked_still_stay(rig, monkey
     monkeypatch.setattr(FakePart, "lock", refuse)
     made.streamer.change(Residency.whole((SIZE,) * 3, frozenset({2}), SIZE))
     for _ in range(3):
-        made.lap()
+        made.ring_pass()
     assert made.units[1].present == SIZE
     assert caplog.text.count("not locked from now on") == 1
 
@@ -668,7 +670,7 @@ def test_spare_scratch_memory_reported_without_preparation_counts_from_the_plann
     streamer.start()
     streamer.spare(SIZE)
     while not made.is_at_the_top():
-        made.lap()
+        made.ring_pass()
     assert streamer.residency != base
     streamer._timings = StreamingTimings(settled_s=1000.0)
     streamer.spare(2 * SIZE)
@@ -730,9 +732,9 @@ def test_in_any_number_of_rounds_all_room_is_used_and_never_more(seed):
     )
     streamer.start()
     unit_ends = sorted({0, count, *(dice.randrange(1, count) for _ in range(dice.randrange(4)))})
-    laps = 20
+    passes = 20
     try:
-        for _ in range(laps):
+        for _ in range(passes):
             for first, last in pairwise(unit_ends):
                 streamer.arrive(first, last)
                 for unit in range(first, last):
@@ -745,7 +747,7 @@ def test_in_any_number_of_rounds_all_room_is_used_and_never_more(seed):
         streamer.close()
     read = HALF * sum(unit.reads for unit in units)
     assert residency.streams
-    assert 0 <= read - laps * residency.read_bytes <= residency.room_bytes, (
+    assert 0 <= read - passes * residency.read_bytes <= residency.room_bytes, (
         "each lap, and what is read ahead of the next"
     )
 

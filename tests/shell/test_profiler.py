@@ -79,10 +79,10 @@ class Machine:
         self.extra_factor: float | None = 1.0
         self.cache_bytes, self.cached_ratio = 0, 1.0
         self.disturbed = 0
-        self.asked: list[TimeWindow] = []
+        self.tasks: list[TimeWindow] = []
 
     def time(self, task: TimeWindow) -> TrialTimes | str:
-        self.asked.append(task)
+        self.tasks.append(task)
         if task.window.extra_buffers and self.extra_factor is None:
             return "a trial ended with code -11"
         shape = shape_of(task)
@@ -199,12 +199,12 @@ def test_one_token_is_timed_on_more_than_the_caches_hold(tmp_path):
     machine = Machine()
     place = replace(bench(tmp_path, machine), model_bytes=3 * BIG.weight_bytes("Q4_K"), sweep_bytes=4096)
     measure_types(replace(place, effort=Effort(types=TYPES[:1])), machine.step_s, lambda _: None)
-    decode = [task for task in machine.asked if not task.many_rows]
+    decode = [task for task in machine.tasks if not task.many_rows]
     assert {
         task.window.assignment.layers * shape_of(task).weight_bytes("Q4_K") >= place.model_bytes for task in decode
     } == {True}
     assert {task.sweep_bytes for task in decode} == {0}
-    assert {task.sweep_bytes for task in machine.asked if task.many_rows} == {4096}
+    assert {task.sweep_bytes for task in machine.tasks if task.many_rows} == {4096}
 
 
 def test_faster_extra_buffers_are_chosen(tmp_path):
@@ -218,8 +218,8 @@ def test_faster_extra_buffers_are_chosen(tmp_path):
 def test_a_quick_effort_tries_no_extra_buffers(tmp_path):
     machine = Machine()
     measure_types(bench(tmp_path, machine, effort=QUICK), machine.step_s, lambda _: None)
-    assert machine.asked
-    assert not any(task.window.extra_buffers for task in machine.asked)
+    assert machine.tasks
+    assert not any(task.window.extra_buffers for task in machine.tasks)
 
 
 def test_a_temporary_disturbance_of_a_type_does_not_count_as_its_speed(tmp_path):
@@ -228,7 +228,7 @@ def test_a_temporary_disturbance_of_a_type_does_not_count_as_its_speed(tmp_path)
 
         def time(self, task: TimeWindow) -> TrialTimes | str:
             found = super().time(task)
-            if len(self.asked) > 6 or isinstance(found, str):
+            if len(self.tasks) > 6 or isinstance(found, str):
                 return found
             return msgspec.structs.replace(found, decode_s=tuple(3 * seconds for seconds in found.decode_s))
 
@@ -250,9 +250,11 @@ def test_the_main_type_is_timed_with_more_tokens_of_a_chunk_on_a_slow_device(tmp
 
     machine = Slow(step_s=1e-9, layer_s=1e-9)
     _, (main, other, *_) = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
-    assert {task.chunk_s for task in machine.asked if task.many_rows} == {0.0, 0.02 * Effort().seconds}
+    assert {task.chunk_s for task in machine.tasks if task.many_rows} == {0.0, 0.02 * Effort().seconds}
     for figures, rows, row_s in ((main, 256, 0.9), (other, 64, 1.0)):
-        assert max(at.rows for at in figures.rows) == rows, "what the main type takes of more says nothing of others"
+        assert max(at.rows for at in figures.rows) == rows, (
+            "the main type's time for more tokens does not apply to other types"
+        )
         one_s = BIG.weight_bytes(figures.type) / machine.rate
         chunk_s = one_s + (50 / 64 * row_s * rows - 1) * one_s * 512 / rows
         assert 2 * 512 * BIG.weights / figures.prefill_flop_per_s == pytest.approx(chunk_s, rel=0.05)
@@ -271,7 +273,7 @@ def test_the_costs_of_other_shapes_are_recovered_from_the_times(tmp_path):
     assert [width.ratio for width in measure_widths(place, main, machine.step_s, layer_s)] == pytest.approx(
         [1, 1, 1], rel=0.01
     )
-    assert {task.cached for task in machine.asked} == {0, CACHED}
+    assert {task.cached for task in machine.tasks} == {0, CACHED}
 
 
 def test_the_speedup_of_small_models_in_caches_is_measured(tmp_path):
@@ -305,8 +307,8 @@ def test_a_crash_with_extra_buffers_leaves_them_out(tmp_path):
 def test_a_gpu_is_measured_without_extra_buffers_and_holds_every_layer(tmp_path):
     machine = Machine()
     measure_types(bench(tmp_path, machine, on_gpu=True), machine.step_s, lambda _: None)
-    assert not any(task.window.extra_buffers for task in machine.asked)
-    assert all(task.window.assignment.gpu_layers == task.window.assignment.layers for task in machine.asked)
+    assert not any(task.window.extra_buffers for task in machine.tasks)
+    assert all(task.window.assignment.gpu_layers == task.window.assignment.layers for task in machine.tasks)
 
 
 @pytest.mark.parametrize("trial_s", [0.01, 1.0, 20.0])
@@ -379,11 +381,11 @@ def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
     machine.disturbed = 2
     found = bench(tmp_path, machine, patience_s=60).time_small(2, 1.0)
     assert isinstance(found, TrialTimes)
-    assert len(machine.asked) == 3
+    assert len(machine.tasks) == 3
     assert len(set(found.decode_s)) == 1
     machine.disturbed = 2
     bench(tmp_path, machine).time_small(2, 1.0)
-    assert len(machine.asked) == 4
+    assert len(machine.tasks) == 4
 
 
 @pytest.mark.parametrize(
@@ -665,7 +667,7 @@ def test_the_memory_of_a_driver_is_the_median_of_trials_within_bounds():
     card, mib = a_device(), 1 << 20
     assert processors.context_bytes([400 * mib, 500 * mib, 900 * mib], card) == 500 * mib
     assert processors.context_bytes([mib], card) == 64 * mib
-    assert processors.context_bytes([20 << 30], card) == 3 << 30, "another program began meanwhile"
+    assert processors.context_bytes([20 << 30], card) == 3 << 30, "another program started in the meantime"
     assert processors.context_bytes([-mib], card) == processors.context_bytes([], card) == 0
     assert processors.context_bytes([400 * mib], a_device(unified_memory=True)) == 0
 
@@ -698,7 +700,7 @@ def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
     found = processors.measure_gpu(tmp_path, a_device(), 2, Effort(), Budget(26.0, lambda: 0.0))
     assert isinstance(found, GpuProfile)
     assert found.id == "CUDA0"
-    assert {task.gpu for task in children.asked} == {"CUDA0"}
+    assert {task.gpu for task in children.tasks} == {"CUDA0"}
     assert found.vram_read_bytes_per_s == pytest.approx(8e11, rel=0.05)
     assert found.step_s == pytest.approx(1e-4, rel=0.05)
     assert found.layer_s == pytest.approx(1e-5, rel=0.2)
@@ -712,11 +714,11 @@ def test_a_slow_gpu_computes_little_and_is_still_measured(tmp_path, monkeypatch,
     monkeypatch.setattr(processors, "child_trials", children)
     found = processors.measure_gpu(tmp_path, a_device(), 2, QUICK, Budget(26.0, lambda: 0.0))
     assert isinstance(found, GpuProfile)
-    big = [task for task in children.asked if shape_of(task) is BIG]
+    big = [task for task in children.tasks if shape_of(task) is BIG]
     assert big[0].window.assignment.layers == 1, "one layer tells how many there is time for"
     read = [task for task in big[1:] if task.window.assignment.layers and not task.many_rows]
     assert read[0].window.assignment.layers == layers
-    assert all(task.run_s == task.seconds for task in children.asked)
+    assert all(task.run_s == task.seconds for task in children.tasks)
 
 
 @pytest.mark.parametrize(
@@ -744,7 +746,7 @@ def test_a_gpu_that_hangs_later_skips_the_remaining_measurements(tmp_path, monke
 
     class Hanging(FakeChildren):
         def time(self, task: TimeWindow) -> TrialTimes | str:
-            return "a trial did not end within 40 s" if len(self.asked) > 20 else super().time(task)
+            return "a trial did not end within 40 s" if len(self.tasks) > 20 else super().time(task)
 
     children = Hanging(rate=8e11)
     monkeypatch.setattr(processors, "child_trials", children)
@@ -765,7 +767,7 @@ def test_the_speed_of_prefill_offload_is_measured_on_a_gpu(tmp_path, monkeypatch
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=1e9)
     monkeypatch.setattr(processors, "child_trials", children)
     found = processors.measure_gpu(tmp_path, a_device(), 2, TWO_TYPES, once())
-    prefill_offload = [task for task in children.asked if task.window.assignment.prefill_offload]
+    prefill_offload = [task for task in children.tasks if task.window.assignment.prefill_offload]
     assert [each.type for each in found.prefill_offload] == [each.type for each in found.speeds]
     assert len(prefill_offload) == len(TWO_TYPES.types)
     for task in prefill_offload:
@@ -808,7 +810,7 @@ def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
     assert found.fault_bytes_per_s > 0
     assert found.random_bytes_per_s > 0
     assert found.free_bytes > 0
-    assert found.slows_s_per_byte == 0, "nothing was computed beside it"
+    assert found.slows_s_per_byte == 0, "nothing was computed at the same time"
     assert not list(tmp_path.iterdir())
 
 
@@ -820,10 +822,10 @@ def test_a_disk_that_others_use_in_one_trial_and_not_in_the_next_has_a_profile(t
     check_disk(disk.measure_disk(tmp_path, 0.0))
 
 
-@pytest.mark.parametrize(("beside_s", "lost"), [(0.02, 0.5), (0.0125, 0.2), (0.01, 0.0), (0.009, 0.0), (10.0, 0.8)])
-def test_the_cost_of_reading_is_what_concurrent_computing_loses(tmp_path, beside_s, lost):
+@pytest.mark.parametrize(("loaded_s", "lost"), [(0.02, 0.5), (0.0125, 0.2), (0.01, 0.0), (0.009, 0.0), (10.0, 0.8)])
+def test_the_cost_of_reading_is_what_concurrent_computing_loses(tmp_path, loaded_s, lost):
     class Computing:
-        steps = iter([(0.01, 0.01, 0.5), (beside_s,) * 3])
+        steps = iter([(0.01, 0.01, 0.5), (loaded_s,) * 3])
 
         def step_on(self, seconds: float) -> SteppedOn:
             return SteppedOn(next(self.steps))
@@ -901,7 +903,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
     monkeypatch.setattr(measure, "list_gpus", lambda: ())
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
     monkeypatch.setattr(measure, "hold_window", lambda *_: None)
-    monkeypatch.setattr(measure, "measure_disk", lambda folder, seconds, beside=None: (done.append("disk"), DISK)[1])
+    monkeypatch.setattr(measure, "measure_disk", lambda folder, seconds, computing=None: (done.append("disk"), DISK)[1])
     return done
 
 
@@ -1084,14 +1086,14 @@ def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weigh
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to a core")
 def test_a_process_bound_to_one_core_does_not_use_the_figures_of_all():
-    ask = (
+    program = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         " from primad.profiler.records import machine_file;"
         " from primad.system.processors import usable_cores, usable_cpus; print(usable_cores(), usable_cpus() <= 1);"
         " print(machine_file(None))"
     )
     reported = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert reported[0] == "1 True"
     assert (reported[1] == str(machine_file(None))) == (usable_cpus() <= 1)

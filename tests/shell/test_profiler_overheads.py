@@ -19,9 +19,9 @@ class Cores:
         self.wake_s = wake_s
         self.last: object = None
 
-    def computed(self, who: object) -> Stepped:
-        more = 0.0 if self.last is who else self.wake_s
-        self.last = who
+    def computed(self, process: object) -> Stepped:
+        more = 0.0 if self.last is process else self.wake_s
+        self.last = process
         return Stepped(0.01 + more)
 
 

@@ -101,8 +101,8 @@ def test_callers_share_a_download_that_ends_with_the_last_of_them_and_is_resumed
         hub.after.clear()
         hub.asked.clear()
         await whole(downloads, REPO)
-        begins = {int(part[len("bytes=") :].partition("-")[0]) for _, path, part in hub.asked if "resolve" in path}
-        assert min(begins) == RANGE, "what came is not fetched again"
+        starts = {int(part[len("bytes=") :].partition("-")[0]) for _, path, part in hub.asked if "resolve" in path}
+        assert min(starts) == RANGE, "what came is not fetched again"
 
     run(main)
 
@@ -116,9 +116,9 @@ def test_a_client_that_arrives_while_a_download_stops_gets_the_next(hub, folder)
         await asyncio.to_thread(hub.waits.get, timeout=PATIENCE_S)
         first.cancel()
         await asyncio.wait([first])
-        next_one = asyncio.create_task(whole(downloads, REPO))
+        next_download = asyncio.create_task(whole(downloads, REPO))
         gate.set()
-        assert (await next_one)[-1].done_bytes == len(LARGE)
+        assert (await next_download)[-1].done_bytes == len(LARGE)
 
     run(main)
 
@@ -180,9 +180,9 @@ def test_models_of_other_programs_and_folders_are_not_deleted(folder, tmp_path):
         ModelPlace(source="LM Studio", layout="repositories", folder=tmp_path / "studio"),
     )
     library = library_of(*places)
-    for name, keeper in (("x-Q4_0", "LM Studio"), ("loose", str(tmp_path / "mine")), ("hand", "primad")):
+    for name, program in (("x-Q4_0", "LM Studio"), ("loose", str(tmp_path / "mine")), ("hand", "primad")):
         with pytest.raises(RequestError, match="was not downloaded by primad") as caught:
             delete(folder, library, name)
         assert caught.value.status == 400
-        assert keeper in str(caught.value)
+        assert program in str(caught.value)
     assert all(each.exists() for each in (studio, loose, by_hand))

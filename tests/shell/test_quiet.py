@@ -19,7 +19,7 @@ CHUNKS = [PROMPT[:64], *[[token] for token in range(30, 80)], [5, 6, 7, 8], *[[t
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def callbacks(monkeypatch):
     """The nodes for which llama.cpp called back since the list was cleared."""
     nodes = []
 
@@ -61,15 +61,15 @@ def test_windows_are_exact_with_and_without_the_callback_of_llama_cpp(header, is
         assert (expected == found).all(), f"at position {position}"
 
 
-def test_an_unchanged_graph_makes_no_callbacks(tmp_path, asked):
+def test_an_unchanged_graph_makes_no_callbacks(tmp_path, callbacks):
     synth.write_model(tmp_path / "model.gguf", layers=4)
     route = Route(read_header(tmp_path / "model.gguf"), [0, 1, 3, 4], tmp_path, LONG)
     position, silent = 0, []
     for tokens in CHUNKS:
-        asked.clear()
+        callbacks.clear()
         route.logits(tokens, position)
         position += len(tokens)
-        silent.append(not asked)
+        silent.append(not callbacks)
     route.release()
     assert not silent[0]
     assert all(silent[5:51]), "after some steps with the same graph"
@@ -81,13 +81,13 @@ def test_an_unchanged_graph_makes_no_callbacks(tmp_path, asked):
 def test_kv_cells_are_found_and_copied_between_steps_without_callbacks(tmp_path):
     synth.write_model(tmp_path / "model.gguf", layers=4)
     header = read_header(tmp_path / "model.gguf")
-    quiet_one, other = (Route(header, [0, 2, 4], folder(tmp_path / name), LONG) for name in ("quiet", "asked"))
+    silent_route, other = (Route(header, [0, 2, 4], folder(tmp_path / name), LONG) for name in ("quiet", "asked"))
     for window in other.windows:
         window._quiet._scheduler = lambda: None
-    assert all(window.kv_supported for window in (*quiet_one.windows, *other.windows))
+    assert all(window.kv_supported for window in (*silent_route.windows, *other.windows))
     for position in range(60):
-        found, expected = ([route.logits([40 + position], position)] for route in (quiet_one, other))
-        for mine, its in zip(quiet_one.windows, other.windows, strict=True):
+        found, expected = ([route.logits([40 + position], position)] for route in (silent_route, other))
+        for mine, its in zip(silent_route.windows, other.windows, strict=True):
             if position in (30, 40):
                 mine.kv_copy(0, 1, position - 10)
                 its.kv_copy(0, 1, position - 10)
@@ -95,7 +95,7 @@ def test_kv_cells_are_found_and_copied_between_steps_without_callbacks(tmp_path)
                 found += [cells.keys for cells in mine.kv_cells(0, 0, position + 1)]
                 expected += [cells.keys for cells in its.kv_cells(0, 0, position + 1)]
         assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True)), f"at position {position}"
-    for route in (quiet_one, other):
+    for route in (silent_route, other):
         route.release()
 
 

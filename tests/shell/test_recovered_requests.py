@@ -26,7 +26,7 @@ WIDE = {"width": 256, "head_width": 64}
 """The heads' width is a multiple of a Q8_0 block."""
 
 
-class OneDevice:
+class SingleDevice:
     """The head's part of a ring process with the whole model, and the events that it reported."""
 
     def __init__(self, path, cells, options, *, streams=False, states=0) -> None:
@@ -64,9 +64,9 @@ class OneDevice:
         self.head, self._streams = open_head(opening, lambda _: None, lambda _: None)
         self.events = []
 
-    def run(self, *asked, until=lambda events: False) -> None:
+    def run(self, *generate, until=lambda events: False) -> None:
         """Run until it is idle or ``until`` holds."""
-        for each in asked:
+        for each in generate:
             self.head.submit(each)
         while not until(self.events) and (outcome := self.head.turn()) is not None:
             assert isinstance(outcome, Notify)
@@ -78,7 +78,7 @@ class OneDevice:
             (each.token, each.logprob) for each in self.events if isinstance(each, Sampled) and each.request == request
         ]
 
-    def kept(self, request):
+    def saved(self, request):
         reported = (each for each in self.events if isinstance(each, KvKept) and each.request == request)
         return [block for each in reported for block in each.blocks]
 
@@ -94,8 +94,8 @@ def device(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", **WIDE)
 
-    def make(options, **how) -> OneDevice:
-        opened.append(OneDevice(path, tmp_path / "cells", options, **how))
+    def make(options, **how) -> SingleDevice:
+        opened.append(SingleDevice(path, tmp_path / "cells", options, **how))
         return opened[-1]
 
     yield make
@@ -103,7 +103,7 @@ def device(tmp_path):
         each.close()
 
 
-def asked(request=1, *, sampled=(), **options) -> Generate:
+def generate(request=1, *, sampled=(), **options) -> Generate:
     common = {"prompt": PROMPT, "max_tokens": TOKENS, "sampling": SAMPLED, "logprobs": 0, "root": "model and owner"}
     return Generate(request=request, sampled=list(sampled), **{**common, **options})
 
@@ -114,10 +114,10 @@ def test_a_request_resumes_from_its_kv_cells_bit_for_bit(device, kv_type, flash,
     options = msgspec.structs.replace(OPTIONS, kv_type=kv_type, flash=flash, sequences=sequences, rows=16)
     undisturbed, first = device(options), device(options)
     requests = range(1, sequences + 1)
-    undisturbed.run(*(asked(request, root="") for request in requests))
+    undisturbed.run(*(generate(request, root="") for request in requests))
     whole = {request: undisturbed.reported(request) for request in requests}
     first.run(
-        *(asked(request) for request in requests),
+        *(generate(request) for request in requests),
         until=lambda events: sum(isinstance(each, Sampled) for each in events) == 13 * sequences,
     )
     if drains:
@@ -129,41 +129,41 @@ def test_a_request_resumes_from_its_kv_cells_bit_for_bit(device, kv_type, flash,
     for request in requests:
         reported = first.reported(request)
         assert reported == whole[request][: len(reported)]
-        rows = len(PROMPT) + len(reported) - 1 - first.kept(request)[-1].end
+        rows = len(PROMPT) + len(reported) - 1 - first.saved(request)[-1].end
         assert rows == 0 if drains else rows < 8
         second.head.submit(
-            asked(request, sampled=[token for token, _ in reported], blocks=first.kept(request)),
+            generate(request, sampled=[token for token, _ in reported], blocks=first.saved(request)),
         )
     second.run()
     for request in requests:
         assert first.reported(request) + second.reported(request) == whole[request]
 
 
-@pytest.mark.parametrize("keeps_cells", [True, False])
+@pytest.mark.parametrize("saves_kv", [True, False])
 @pytest.mark.parametrize("streams_first", [True, False])
 def test_a_plan_that_streams_and_one_that_does_not_take_over_from_each_other_without_a_token_changed(
-    device, streams_first, keeps_cells
+    device, streams_first, saves_kv
 ):
     options = msgspec.structs.replace(OPTIONS, flash=False, sequences=1, rows=16)
     undisturbed = device(options)
-    undisturbed.run(asked(root=""))
+    undisturbed.run(generate(root=""))
     first = device(options, streams=streams_first)
-    first.run(asked(), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 9)
+    first.run(generate(), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 9)
     first.head.kv_writer.flush()
     second = device(options, streams=not streams_first)
-    blocks = first.kept(1) if keeps_cells else []
-    second.run(asked(sampled=[token for token, _ in first.reported(1)], blocks=blocks))
+    blocks = first.saved(1) if saves_kv else []
+    second.run(generate(sampled=[token for token, _ in first.reported(1)], blocks=blocks))
     assert first.reported(1) + second.reported(1) == undisturbed.reported(1)
 
 
 def test_a_prompt_is_found_again_by_another_process(device):
     options = msgspec.structs.replace(OPTIONS, rows=16)
     first = device(options)
-    first.run(asked())
+    first.run(generate())
     first.head.kv_writer.flush()
     second = device(options)
     found = prompt_blocks(second.head._scheduler._state.slots._chunking, PROMPT, "model and owner")
-    second.run(asked(blocks=found))
+    second.run(generate(blocks=found))
     assert second.reported(1) == first.reported(1)
     assert [each.reused for each in second.events if isinstance(each, PromptProgress)] == [32]
 
@@ -178,29 +178,31 @@ def test_a_model_with_states_resumes_from_one_and_finds_prompts_up_to_one(archit
     synth.write_model(path, architecture=architecture, **WIDE)
     longer, opened = [*PROMPT[:32], *PROMPT[:20]], []
 
-    def device() -> OneDevice:
-        opened.append(OneDevice(path, tmp_path / "cells", options, states=5))
+    def device() -> SingleDevice:
+        opened.append(SingleDevice(path, tmp_path / "cells", options, states=5))
         return opened[-1]
 
     undisturbed = device()
-    for request in (asked(1, root=""), asked(2, root="", prompt=longer, reuses=False)):
+    for request in (generate(1, root=""), generate(2, root="", prompt=longer, reuses=False)):
         undisturbed.run(request)
     first = device()
     first.run(
-        asked(1), asked(2, prompt=longer), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 27
+        generate(1),
+        generate(2, prompt=longer),
+        until=lambda events: sum(isinstance(each, Sampled) for each in events) == 27,
     )
     assert [each.reused for each in first.events if isinstance(each, PromptProgress) and each.reused] == [32]
     first.head.kv_writer.flush()
     second = device()
     for request, prompt in ((1, PROMPT), (2, longer)):
-        reported, kept = first.reported(request), to_go_on_from(first.kept(request))
-        assert len(prompt) + len(reported) - 1 - kept[-1].end < 10
-        second.head.submit(asked(request, prompt=prompt, sampled=[token for token, _ in reported], blocks=kept))
+        reported, saved = first.reported(request), to_go_on_from(first.saved(request))
+        assert len(prompt) + len(reported) - 1 - saved[-1].end < 10
+        second.head.submit(generate(request, prompt=prompt, sampled=[token for token, _ in reported], blocks=saved))
     second.run()
     for request in (1, 2):
         assert first.reported(request) + second.reported(request) == undisturbed.reported(request)
-    third, prompt_kept = device(), [each for each in first.kept(1) if each.end <= 32]
-    third.run(asked(1, blocks=prompt_kept))
+    third, prompt_blocks = device(), [each for each in first.saved(1) if each.end <= 32]
+    third.run(generate(1, blocks=prompt_blocks))
     assert third.reported(1) == undisturbed.reported(1)
     assert [each.reused for each in third.events if isinstance(each, PromptProgress)] == [32]
     for each in opened:

@@ -63,16 +63,16 @@ class LabHead:
             session=session,
             gone_after_s=gone_after_s,
         )
-        self._begun = asyncio.Event()
+        self._started = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         async with Gate(self._context, {DEVICE.public}.__contains__):
-            self._begun.set()
+            self._started.set()
             await self.server.run()
 
-    async def begun(self) -> LabHead:
-        await self._begun.wait()
+    async def started(self) -> LabHead:
+        await self._started.wait()
         return self
 
     async def die(self) -> None:
@@ -93,7 +93,7 @@ class LabHead:
 async def relaying(app: ASGIApp | None, identity: Identity = DEVICE) -> AsyncIterator[tuple[Relay, LabHead | None]]:
     """A device that relays to a head with ``app``, or to none."""
     relay = Relay(identity, "sofa")
-    head = None if app is None else await LabHead(app).begun()
+    head = None if app is None else await LabHead(app).started()
     relay.follow(None if head is None else head.place)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -123,7 +123,7 @@ def plain(text: str = "Hello there") -> ASGIApp:
     return create_app(FakeBackend(replies(text)))
 
 
-def asked_of(seen: list[dict[str, Any]]) -> ASGIApp:
+def recording(seen: list[dict[str, Any]]) -> ASGIApp:
     """An application that records requests and returns their bodies."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -143,7 +143,7 @@ def asked_of(seen: list[dict[str, Any]]) -> ASGIApp:
 def test_method_path_query_headers_and_a_body_of_many_windows_pass_and_so_does_the_response():
     seen: list[dict[str, Any]] = []
     body = bytes(range(256)) * (5 * WINDOW_BYTES // 256)
-    response = through_relay(asked_of(seen), "PUT", "/any/pa%20th?a=b&c=%20", content=body, headers={"x-mine": "1"})
+    response = through_relay(recording(seen), "PUT", "/any/pa%20th?a=b&c=%20", content=body, headers={"x-mine": "1"})
     assert (response.status_code, response.headers["x-of"], response.content) == (201, "the head", body)
     (scope,) = seen
     assert (scope["method"], scope["path"], scope["query_string"]) == ("PUT", "/any/pa th", b"a=b&c=%20")
@@ -170,15 +170,15 @@ def test_a_stream_through_a_relay_is_the_heads_to_the_byte(path, body, _):
 
 def test_an_event_arrives_before_the_next_one_is_made():
     async def scenario() -> None:
-        goes_on = asyncio.Event()
-        async with relaying(create_app(FakeBackend(replies("a", goes_on, "b")))) as (relay, _):
+        may_continue = asyncio.Event()
+        async with relaying(create_app(FakeBackend(replies("a", may_continue, "b")))) as (relay, _):
             client = BareClient(CHAT, **HELLO, stream=True)
-            asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+            task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await _until(client, b'"a"')
-            goes_on.set()
+            may_continue.set()
             await _until(client, b'"b"')
             await _until(client, b"[DONE]")
-            await asking
+            await task
 
     asyncio.run(scenario())
 
@@ -201,11 +201,11 @@ def test_a_client_that_leaves_frees_its_sequence_at_the_head(stream):
         backend = FakeBackend(script)
         async with relaying(create_app(backend)) as (relay, _):
             client = BareClient(CHAT, **HELLO, stream=stream)
-            asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+            task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await computes.wait()
             client.left.set()
             await backend.calls[0].closed.wait()
-            await asking
+            await task
 
     asyncio.run(scenario())
 
@@ -226,13 +226,13 @@ def test_the_head_waits_for_a_client_that_reads_slowly():
         client = BareClient(CHAT)
         async with relaying(app) as (relay, _):
             client.blocked.set()
-            asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+            task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await is_full.wait()
             for _ in range(100):
                 await asyncio.sleep(0)
             assert sent <= WINDOW_BYTES + cost_of(text)
             client.left.set()
-            await asking
+            await task
 
     asyncio.run(scenario())
 
@@ -259,11 +259,11 @@ def test_a_head_for_programs_of_its_own_machine_is_not_opened_by_a_relay():
 
 def test_the_owners_rights_need_the_owners_key_through_a_relay_too():
     app = create_app(FakeBackend(replies("Hello")), admission=Admission(owner_key=KEY))
-    who = [
+    owners = [
         through_relay(app, "GET", "/ui/who", headers=given).json()["is_owner"]
         for given in ({}, {"authorization": f"Bearer {KEY}"})
     ]
-    assert who == [False, True]
+    assert owners == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -327,12 +327,12 @@ async def _cut(path: str, body: dict[str, Any], ends: Callable[[Relay, LabHead],
     async with relaying(create_app(FakeBackend(replies("a", asyncio.Event())))) as (relay, head):
         assert head is not None
         client = BareClient(path, **body)
-        asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+        task = asyncio.create_task(relay(client.scope, client.receive, client.send))
         got = [await client.got.get()]
         while not got[-1].get("body"):
             got.append(await client.got.get())
         await ends(relay, head)
-        await asking
+        await task
         return [*got, *(client.got.get_nowait() for _ in range(client.got.qsize()))]
 
 
@@ -346,11 +346,11 @@ def test_a_request_that_loses_its_head_before_the_response_is_503_and_the_next_g
 
         async with relaying(create_app(FakeBackend(script))) as (relay, head), client_of(relay) as client:
             assert head is not None
-            asking = asyncio.create_task(client.post(CHAT, json=HELLO))
+            task = asyncio.create_task(client.post(CHAT, json=HELLO))
             await computes.wait()
             await head.die()
-            assert (await asking).status_code == 503
-            again = await LabHead(plain("back again"), session=2).begun()
+            assert (await task).status_code == 503
+            again = await LabHead(plain("back again"), session=2).started()
             relay.follow(again.place)
             assert (await client.post(CHAT, json=HELLO)).json()["choices"][0]["message"]["content"] == "back again"
             await again.stop()
@@ -364,16 +364,16 @@ def test_a_silent_head_and_a_silent_device_time_out(monkeypatch):
 
     async def scenario() -> None:
         backend = FakeBackend(replies("a", asyncio.Event()))
-        head = await LabHead(create_app(backend), gone_after_s=0.2).begun()
+        head = await LabHead(create_app(backend), gone_after_s=0.2).started()
         relay = Relay(DEVICE, "sofa")
         relay.follow(head.place)
         async with asyncio.timeout(PATIENCE_S):
             client = BareClient(CHAT, **HELLO, stream=True)
-            asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+            task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await _until(client, b'"a"')
             monkeypatch.setattr(link_module.HeadLink, "_send", lambda *_: None)  # none of its messages arrive any more
             await backend.calls[0].closed.wait()
-            await asking
+            await task
         await relay.close()
         await head.stop()
 
@@ -388,11 +388,11 @@ def test_requests_that_one_side_does_not_know_end_on_the_other(monkeypatch):
         async with relaying(create_app(backend)) as (relay, head):
             assert head is not None
             client = BareClient(CHAT, **HELLO, stream=True)
-            asking = asyncio.create_task(relay(client.scope, client.receive, client.send))
+            task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await _until(client, b'"a"')
             (device,) = head.server._devices.values()
             device.open.clear()  # as if its messages had been lost
-            await asking
+            await task
             assert b"the head went away" in await _until(client, b"error")
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from primad.errors import ProtocolError
 from primad.ring.messages import Loading, RingBroken, RingEvent
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
 
-SAID = [Loading(number) for number in range(5)]
+EVENTS = [Loading(number) for number in range(5)]
 
 
 class Link(asyncio.Transport):
@@ -55,36 +55,36 @@ def test_frames_are_the_same_however_they_are_cut(bodies, sizes):
 
 async def test_wanted_events_are_delivered_at_once_but_not_before_waiting_ones():
     made, _ = events()
-    heard = list[RingEvent]()
-    made.data_received(frame(SAID[0]))
+    received = list[RingEvent]()
+    made.data_received(frame(EVENTS[0]))
 
-    def hear(event: RingEvent) -> bool:
-        heard.append(event)
-        return event != SAID[3]
+    def handle(event: RingEvent) -> bool:
+        received.append(event)
+        return event != EVENTS[3]
 
-    made.hear = hear
-    made.data_received(frame(SAID[1]))
-    assert not heard, "one waits still"
-    assert [await made.next() for _ in SAID[:2]] == SAID[:2]
-    made.data_received(b"".join(map(frame, SAID[2:])))
-    assert heard == SAID[2:4], "the last one waits behind one that nobody wanted"
-    assert await rest(made) == SAID[3:]
+    made.hear = handle
+    made.data_received(frame(EVENTS[1]))
+    assert not received, "one waits still"
+    assert [await made.next() for _ in EVENTS[:2]] == EVENTS[:2]
+    made.data_received(b"".join(map(frame, EVENTS[2:])))
+    assert received == EVENTS[2:4], "the last one waits after one that nobody wanted"
+    assert await rest(made) == EVENTS[3:]
 
 
 async def test_an_exception_of_the_handler_is_raised_to_the_reader_and_ends_delivery():
     made, _ = events()
-    heard = list[RingEvent]()
+    received = list[RingEvent]()
 
-    def hear(event: RingEvent) -> bool:
-        heard.append(event)
+    def handle(event: RingEvent) -> bool:
+        received.append(event)
         raise ZeroDivisionError
 
-    made.hear = hear
-    made.data_received(frame(SAID[0]))
-    made.data_received(frame(SAID[1]))
+    made.hear = handle
+    made.data_received(frame(EVENTS[0]))
+    made.data_received(frame(EVENTS[1]))
     with pytest.raises(ZeroDivisionError):
         await made.next()
-    assert heard == SAID[:1]
+    assert received == EVENTS[:1]
 
 
 async def test_an_end_is_read_and_not_delivered_and_garbage_after_it_is_an_error():
@@ -108,7 +108,7 @@ async def test_a_ring_process_without_a_reader_is_not_read():
     made, link = events()
     for _ in range(MAX_ARRIVED):
         assert link.reads
-        made.data_received(frame(SAID[0]))
+        made.data_received(frame(EVENTS[0]))
     assert not link.reads
     for _ in range(MAX_ARRIVED):
         await made.next()

@@ -167,7 +167,7 @@ class Process:
     def failed(self) -> str:
         """Wait for the error that ends the loop."""
         self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive(), "the loop goes on"
+        assert not self._thread.is_alive(), "the loop continues"
         assert self.failure is not None
         return str(self.failure)
 
@@ -175,7 +175,7 @@ class Process:
         """Close the connection, and wait until the loop has ended."""
         self._ours.shutdown(socket.SHUT_RDWR)
         self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive(), "the loop goes on without its daemon"
+        assert not self._thread.is_alive(), "the loop continues without its daemon"
         self._events.close()
         self._ours.close()
 
@@ -351,7 +351,7 @@ def test_a_worker_is_reopened_in_another_place_of_another_epoch_without_its_past
             assert (step.window, step.epoch) == (9, 9)
             process.send(Report())
             status = process.expect(Status)
-            assert (status.steps, status.refused) == (1, 0), "the meter starts anew"
+            assert (status.steps, status.refused) == (1, 0), "the meter starts again"
             before.send(a_step(1, start=1), hidden(model, [4, 5]))
             exchange(before, later, until=lambda: not before.is_waiting)
             assert (
@@ -426,10 +426,10 @@ def head_windows(monkeypatch, model) -> None:
         opening: Open, loaded: Callable[[int], None], on_gpu: object, drafter: object, exchange: None
     ) -> tuple[Head, Streams]:
         assert exchange is None, "it is in no group"
-        alone = opening.route == 1
+        is_single = opening.route == 1
         head = Head(
-            windows={} if alone else {0: model.first(1)},
-            tail=model.whole() if alone else model.tail(ROUTE - 1),
+            windows={} if is_single else {0: model.first(1)},
+            tail=model.whole() if is_single else model.tail(ROUTE - 1),
             route=opening.route,
             limits=msgspec.structs.replace(limits_of_open(opening), windows=frozenset({opening.route - 1})),
             scheduler=Scheduler(SchedulerState(context=128, chunking=chunks_of(8), depth=2)),
@@ -462,8 +462,8 @@ def link(ring: list[tuple[Process, Opened]]) -> None:
         ring[index][0].send(Connect(following.endpoint, following.key, ring[index - 1][1].key))
 
 
-def answer(head: Process, asked: Generate) -> tuple[list[int], Finished]:
-    head.send(asked)
+def answer(head: Process, request: Generate) -> tuple[list[int], Finished]:
+    head.send(request)
     tokens = []
     while isinstance(event := head.event(), Sampled):
         tokens.append(event.token)
@@ -506,7 +506,7 @@ def test_every_device_reports_its_cost_per_token_and_the_head_the_time_of_one(wi
         head, head_opened = stack.enter_context(started(a_head()))
         link([(head, head_opened), (worker, opened)])
         head.expect(Serving)
-        assert head.status().decode.token_s is None, "nobody has asked anything"
+        assert head.status().decode.token_s is None, "there was no request"
         answer(head, generate(1, [1, 2, 3], tokens=9))
         ours, theirs = head.status(), worker.status()
         assert ours.decode.tokens == theirs.decode.tokens == 8, "all but the first, which ends the prompt"
@@ -568,7 +568,7 @@ def test_a_head_reports_a_stopped_device_and_obeys_its_daemon(model, windows, he
     with started(a_head()) as (head, opened), neighbour(1) as worker:
         head.send(Connect(worker.endpoint, worker.key, worker.key))
         worker.connect(opened.endpoint, opened.key, opened.key)
-        compute_one(model, windows, worker)
+        compute_step(model, windows, worker)
         head.expect(Serving)
         head.send(generate(1, [1]))
         overdue = head.expect(Overdue)
@@ -577,10 +577,10 @@ def test_a_head_reports_a_stopped_device_and_obeys_its_daemon(model, windows, he
         computed = head.status().steps
         again = head.late[0] if head.late else head.expect(Overdue)
         assert again.waited_s >= 2
-        assert head.status().steps == computed, "what is only told is no step: by that a step that was lost is found"
+        assert head.status().steps == computed, "a report is no step: a lost step is found by that"
 
 
-def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
+def compute_step(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
     """Stand in for both workers during one step."""
     while (message := worker.receive()) is None:
         ready = [found for found, _ in zmq.zmq_poll(worker.watched(receiving=True), TIMEOUT_S * 1000)]

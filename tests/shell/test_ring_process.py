@@ -188,12 +188,12 @@ async def test_a_process_is_killed_if_waiting_for_its_end_is_cancelled(tmp_path)
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
-    begun: list[subprocess.Popen[bytes]] = []
-    begin = RingProcess._begin
+    started_processes: list[subprocess.Popen[bytes]] = []
+    real_begin = RingProcess._begin
 
     def noted(*arguments: object) -> subprocess.Popen[bytes]:
-        begun.append(begin(*arguments))
-        return begun[-1]
+        started_processes.append(real_begin(*arguments))
+        return started_processes[-1]
 
     monkeypatch.setattr(RingProcess, "_begin", noted)
     starting = asyncio.create_task(RingProcess.start(tmp_path / "ring.log", threads=1))
@@ -201,7 +201,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch
     starting.cancel()
     await asyncio.wait([starting])
     assert starting.cancelled()
-    assert begun[0].returncode is not None, "the ring process is still there"
+    assert started_processes[0].returncode is not None, "the ring process is still there"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -342,13 +342,13 @@ def test_only_a_ring_process_with_gpu_layers_sees_gpus():
 @pytest.mark.skipif(sys.platform == "win32", reason="asks the C library of a Unix")
 def test_a_command_hides_gpus_from_itself_and_not_from_its_children():
     """llama.cpp reads the C library's environment, children get Python's."""
-    ask = (
+    program = (
         "import ctypes, os; from primad.system.gpus import hide_gpus; hide_gpus();"
         " getenv = ctypes.CDLL(None).getenv; getenv.restype = ctypes.c_char_p;"
         " print(getenv(b'GGML_DISABLE_VULKAN'), os.environ.get('GGML_DISABLE_VULKAN'))"
     )
     variables = {key: value for key, value in os.environ.items() if key not in NO_GPU}
-    done = subprocess.run([sys.executable, "-c", ask], env=variables, check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=variables, check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["b'1'", "None"]
 
 
@@ -375,10 +375,10 @@ for _ in range(3):  # freed in another order than taken, as it happens
 print(resident() - before)
 """
     variables = environment(os.environ, 1, 0)
-    kept = int(
+    grown = int(
         subprocess.run([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE, check=True).stdout
     )
-    assert kept < 2 << 20
+    assert grown < 2 << 20
     assert environment({"MALLOC_MMAP_THRESHOLD_": "7"}, 1, 0)["MALLOC_MMAP_THRESHOLD_"] == "7"
 
 

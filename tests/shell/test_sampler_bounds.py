@@ -41,20 +41,20 @@ def chain(dry: engine.DrySamplers | None = None, **fields: Any) -> engine.ChainS
 
 @pytest.mark.parametrize("tokens", [1, CONTEXT, CONTEXT + 1, 2**31 - 1, 2**31, 2**40])
 def test_samplers_never_look_back_farther_than_the_context(monkeypatch, tokens):
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def penalties(vocabulary: int, last: int, *rest: float) -> Any:
-        asked["penalties"] = last
+        counts["penalties"] = last
         return engine.llama.llama_sampler_init_greedy()
 
     def dry(handle: Any, multiplier: float, base: float, length: int, last: int, *rest: Any) -> Any:
-        asked["dry"] = last
+        counts["dry"] = last
         return engine.llama.llama_sampler_init_greedy()
 
     monkeypatch.setattr(engine.llama, "llama_sampler_init_penalties", penalties)
     monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
     chain(repeat_penalty=1.5, penalty_tokens=tokens, dry_multiplier=1.0, dry_tokens=tokens).release()
-    assert asked == {"penalties": min(tokens, CONTEXT), "dry": min(tokens, CONTEXT)}
+    assert counts == {"penalties": min(tokens, CONTEXT), "dry": min(tokens, CONTEXT)}
 
 
 def test_the_vocabulary_is_searched_for_breakers_once_for_all_choices_and_not_by_the_ring(monkeypatch):
@@ -66,12 +66,12 @@ def test_the_vocabulary_is_searched_for_breakers_once_for_all_choices_and_not_by
 
     monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
     samplers = engine.DrySamplers(WORDS)
-    asked = {"dry_multiplier": 1.0, "dry_tokens": 9, "dry_breakers": ("e",) * 16 + ("a",)}
+    counts = {"dry_multiplier": 1.0, "dry_tokens": 9, "dry_breakers": ("e",) * 16 + ("a",)}
     for seed in range(3):
-        chain(samplers, seed=seed, **asked).release()
+        chain(samplers, seed=seed, **counts).release()
     ((thread, texts),) = made
     assert (thread.partition("_")[0], texts) == ("dry", [b"e", b"a"])
-    chain(samplers, **asked | {"dry_breakers": ("a",)}).release()
+    chain(samplers, **counts | {"dry_breakers": ("a",)}).release()
     assert len(made) == 2
     samplers.release()
 
@@ -86,15 +86,15 @@ def test_each_bias_is_applied_once_per_token_if_some_tokens_are_banned(monkeypat
         (token, 3.0 * token - 100 * (token == 5) if token < SIZE - 1 else -math.inf) for token in range(SIZE)
     )
 
-    def drawn(**more: Any) -> list[int]:
+    def sampled_tokens(**more: Any) -> list[int]:
         sampler = chain(logit_bias=bias, seed=3, **fields, **more)
         found = [sampler.sample(-1, Logits().logits(0)) for _ in range(3)]
         sampler.release()
         return found
 
-    as_llama_has_it = drawn()
+    as_llama_has_it = sampled_tokens()
     monkeypatch.setattr(engine.llama, "llama_sampler_init_logit_bias", None)
-    assert drawn(**bounds) == as_llama_has_it
+    assert sampled_tokens(**bounds) == as_llama_has_it
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-30, 1e-6])

@@ -18,7 +18,7 @@ LOGITS = np.random.default_rng(1).normal(0, 1.5, (TOKENS, SIZE)).astype(np.float
 WORDS: Any = SimpleNamespace(tokens=lambda: SimpleNamespace(handle=None))
 
 
-class Rows:
+class Logits:
     def logits(self, row: int) -> Any:
         return LOGITS[row]
 
@@ -27,7 +27,9 @@ def chain(**fields: Any) -> engine.ChainSampler:
     """A sampler after one sampled token."""
     sampling = msgspec.structs.replace(GREEDY, **{"temperature": 0.8, "seed": 3, **fields})
     allowed = Allowed(sampling, frozenset({7}), 1, None, vocabulary=SIZE)
-    return engine.ChainSampler(None, Rows(), engine.DrySamplers(WORDS), sampling, [1], [3], allowed, context_tokens=64)
+    return engine.ChainSampler(
+        None, Logits(), engine.DrySamplers(WORDS), sampling, [1], [3], allowed, context_tokens=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,32 +47,32 @@ def chain(**fields: Any) -> engine.ChainSampler:
 )
 def test_a_peek_one_or_two_tokens_ahead_is_the_later_sample_of_the_same_logits(fields):
     expected = [chain_.sample(row) for chain_ in [chain(**fields)] for row in range(TOKENS)]
-    asked = chain(**fields)
-    assert asked.peek(LOGITS[0], 1) is None, "nothing was drawn from it yet"
-    found = [asked.sample(0)]
+    peeked = chain(**fields)
+    assert peeked.peek(LOGITS[0], 1) is None, "nothing was drawn from it yet"
+    found = [peeked.sample(0)]
     for row in range(1, TOKENS):
-        ahead = [asked.peek(LOGITS[place], place + 1) for place in range(row, min(row + 2, TOKENS))]
-        assert ahead == expected[row : row + 2]
-        found.append(asked.sample(row))
+        peeks = [peeked.peek(LOGITS[place], place + 1) for place in range(row, min(row + 2, TOKENS))]
+        assert peeks == expected[row : row + 2]
+        found.append(peeked.sample(row))
     assert found == expected
     assert len(set(found)) > 1
-    asked.release()
+    peeked.release()
 
 
 def test_a_peek_at_the_likely_tokens_nearly_equals_sampling_from_all(monkeypatch):
     monkeypatch.setattr(engine, "_PEEKED", 48)
-    drawn, asked, alike = chain(top_p=0.9), chain(top_p=0.9), 0
-    asked.sample(0)
-    drawn.sample(0)
+    sampled, peeked, alike = chain(top_p=0.9), chain(top_p=0.9), 0
+    peeked.sample(0)
+    sampled.sample(0)
     for row in range(1, TOKENS):
-        alike += asked.peek(LOGITS[row], row + 1) == drawn.sample(row)
+        alike += peeked.peek(LOGITS[row], row + 1) == sampled.sample(row)
     assert alike >= TOKENS - 3
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0, "repeat_penalty": 1.1, "penalty_tokens": 8}, {"mirostat": 2}])
 def test_samplers_without_a_seeded_draw_are_not_peeked_at(fields):
-    asked = chain(**fields)
-    token = asked.sample(0)
-    assert asked.peek(LOGITS[1], 2) is None
+    peeked = chain(**fields)
+    token = peeked.sample(0)
+    assert peeked.peek(LOGITS[1], 2) is None
     assert token == chain(**fields).sample(0)
-    asked.release()
+    peeked.release()

@@ -218,7 +218,9 @@ def test_root_has_no_session(command: Primad, monkeypatch, runner):
 
 def test_a_user_who_may_not_run_primad_is_named(command: Primad, monkeypatch, runner):
     as_root(monkeypatch)
-    monkeypatch.setattr(machine, "unreadable", lambda path, who, **_: Path("/home/alice") if who.uid is None else None)
+    monkeypatch.setattr(
+        machine, "unreadable", lambda path, user, **_: Path("/home/alice") if user.uid is None else None
+    )
     printed = command("service", "install", "--system", "join")[2]
     assert "primad may not run it because of /home/alice" in printed
     assert runner.ran == []
@@ -277,8 +279,8 @@ def test_the_exit_code_of_a_daemon_says_whether_a_restart_can_help(command: Prim
 
 
 def test_without_a_service_the_error_names_the_command_that_installs_one(command: Primad):
-    for what in ("remove", "start", "stop", "status", "logs"):
-        code, _, err = command("service", what)
+    for verb in ("remove", "start", "stop", "status", "logs"):
+        code, _, err = command("service", verb)
         assert (code, "'primad service install join' installs one" in err) == (2, True)
 
 

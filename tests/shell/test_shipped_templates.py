@@ -54,7 +54,7 @@ PREFILLED = {
     "an answer with a space": [system("system-one"), user("user-one"), assistant("answer-one ")],
     "an answer behind a result": [user("user-one"), call("a"), result("result-one"), assistant("answer-one")],
 }
-SAID = re.compile(r"(?:user|system|answer|text|result)-\w+")
+MESSAGE_WORDS = re.compile(r"(?:user|system|answer|text|result)-\w+")
 
 
 def prompt(template: str, messages: list[Message], **fields: Any) -> str:
@@ -81,7 +81,7 @@ def test_every_template_shows_the_whole_conversation_in_every_form_with_and_with
     wrong = []
     for (name, template), tools, (shape, messages) in product(templates.items(), ([], TOOLS), SHAPES.items()):
         got = prompt(template, messages, **{"tools": tools} if tools else {})
-        printed = SAID.findall(json.dumps([message.get("content") for message in messages]))
+        printed = MESSAGE_WORDS.findall(json.dumps([message.get("content") for message in messages]))
         called = sum(len(message.get("tool_calls") or ()) for message in messages)
         left_out = [each for each in printed if each not in got]
         is_shown = got.count("Rome") >= called and "qzmark" not in got and (not tools or "clock" in got)

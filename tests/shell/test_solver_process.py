@@ -53,14 +53,16 @@ def children() -> set[int]:
 
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
 async def test_the_process_returns_the_solvers_solution(require):
-    asked = question(2, ram=8 * GB, require=require)
-    answer = await solve_in_process(asked)
-    (work,) = asked.workloads
+    request = question(2, ram=8 * GB, require=require)
+    answer = await solve_in_process(request)
+    (work,) = request.workloads
     settled = {"settles": True, "at_once": MAX_AT_ONCE}
-    expected = solve(asked.devices, asked.links, asked.model, work, require=asked.require, chunks=CHUNKS, **settled)
+    expected = solve(
+        request.devices, request.links, request.model, work, require=request.require, chunks=CHUNKS, **settled
+    )
     assert answer.solution.plan == expected.plan
     assert answer.solution.prediction == expected.prediction
-    assert (answer.devices, answer.workload, answer.why_context) == (asked.devices, work, "")
+    assert (answer.devices, answer.workload, answer.why_context) == (request.devices, work, "")
     assert require <= set(answer.solution.plan.devices)
 
 
@@ -75,16 +77,16 @@ async def test_library_output_on_standard_output_is_no_part_of_the_reply(tmp_pat
 async def test_streamed_layers_allow_larger_chunks():
     run = RunConfig(context_tokens=8192, prompt_tokens=4096, answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
-    asked = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
-    assert (await solve_in_process(asked)).solution.prediction.chunk_rows > 512
+    request = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
+    assert (await solve_in_process(request)).solution.prediction.chunk_rows > 512
 
 
 async def test_an_infeasible_plan_has_the_solvers_message():
-    asked = question(1, ram=GB // 8)
+    request = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
-        solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
+        solve(request.devices, request.links, request.model, *request.workloads, chunks=CHUNKS)
     with pytest.raises(Infeasible) as printed:
-        await solve_in_process(asked)
+        await solve_in_process(request)
     assert (str(printed.value), printed.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
 
 
@@ -112,20 +114,20 @@ async def test_a_killed_solver_is_reported_as_killed(monkeypatch):
 class Endless(StopFlag):
     """Suspends the child, so that it never replies."""
 
-    begun = threading.Event()
+    started = threading.Event()
 
     def watch(self, child: subprocess.Popen[bytes]) -> None:
         super().watch(child)
         psutil.Process(child.pid).suspend()
-        self.begun.set()
+        self.started.set()
 
 
 async def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
     monkeypatch.setattr(solving, "StopFlag", Endless)
-    monkeypatch.setattr(Endless, "begun", threading.Event())
+    monkeypatch.setattr(Endless, "started", threading.Event())
     before = children()
     task = asyncio.create_task(solve_in_process(question(1)))
-    assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
+    assert await asyncio.to_thread(Endless.started.wait, PATIENCE_S)
     for _ in range(20):
         await asyncio.sleep(0.01)
     assert len(children() - before) == 1

@@ -12,7 +12,7 @@ from primad.errors import EngineError
 from primad.gguf.architecture import Sliding
 from primad.gguf.architectures.table import SUPPORTED
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, rows
-from tests.shell.test_kv_exact import NOT_KEPT, Kept, Whole, restore, written
+from tests.shell.test_kv_exact import UNSUPPORTED, SavedBlocks, Whole, restore, written
 
 SLIDES = {name for name, each in SUPPORTED.items() if each.sliding is not Sliding.NEVER}
 QUICK = ("qwen35", "nemotron_h", "gemma3", "gpt-oss")
@@ -76,7 +76,7 @@ def test_a_sequence_returns_to_a_saved_state(architecture, tmp_path):
                 assert all((one == other).all() for one, other in zip(again, expected[chunk:], strict=True)), (cut, end)
 
 
-TAKES_BACK = sorted(name for name in HYBRIDS if name in SUPPORTED and SUPPORTED[name].takes_back)
+ROLLS_BACK = sorted(name for name in HYBRIDS if name in SUPPORTED and SUPPORTED[name].takes_back)
 LATENT = {"bailingmoe3"}
 """Without flash attention, its attention sums several tokens in another order."""
 WRONG, OTHERS = [7, 9, 11], [13, 40, 8]
@@ -93,7 +93,7 @@ def step(route, tokens, position, sequence):
     return [route.windows[-1].logits(row).copy() for row in range(len(tokens))]
 
 
-def answered(route, own, text, wrong):
+def with_drafts(route, own, text, wrong):
     """The logits after the prompt and each token of ``text``, computed one or two at a time with drafts that are rolled
     back, next to other sequences.
     """
@@ -103,8 +103,8 @@ def answered(route, own, text, wrong):
         route.logits(tokens, position, own)
     while len(found) <= ANSWER:
         at = len(found) - 1
-        held = text[at : at + 1 + at % 2]
-        found += step(route, [*held, *wrong[: 4 - len(held)]], len(PROMPT) + at, own)[: len(held)]
+        drafted = text[at : at + 1 + at % 2]
+        found += step(route, [*drafted, *wrong[: 4 - len(drafted)]], len(PROMPT) + at, own)[: len(drafted)]
         end = len(PROMPT) + len(found) - 1
         if own:
             route.logits([at], others := others + 1, 0)
@@ -116,7 +116,7 @@ def are_equal(some, others):
     return all((one == other).all() for one, other in zip(some, others, strict=False))
 
 
-@pytest.mark.parametrize("architecture", some_quick(TAKES_BACK))
+@pytest.mark.parametrize("architecture", some_quick(ROLLS_BACK))
 def test_rejected_drafts_are_rolled_back_and_logits_are_unchanged(architecture, tmp_path):
     header = written(tmp_path, architecture)
     for number, (cut, sequences) in enumerate([(None, 1), (cuts_of(header)[0], 3)]):
@@ -127,7 +127,7 @@ def test_rejected_drafts_are_rolled_back_and_logits_are_unchanged(architecture, 
             routes.append(Whole(header, options) if cut is None else Route(header, cut, folder, options))
         expected = printed(routes[0], own, CHUNKS, 0)[len(CHUNKS) - 1 :]
         text = [int(logits.argmax()) for logits in expected]
-        found, again = (answered(*how) for how in ((routes[1], own, text, WRONG), (routes[2], own, text, OTHERS)))
+        found, again = (with_drafts(*how) for how in ((routes[1], own, text, WRONG), (routes[2], own, text, OTHERS)))
         assert are_equal(found, again), cut
         if not any("ffn_gate_inp" in name for name in header.tensors):
             assert are_equal(found, expected), cut
@@ -144,7 +144,7 @@ def test_only_tokens_of_the_last_step_are_rolled_back_and_one_of_them_stays(tmp_
         content, outputs = np.ones(2, np.int32), [True] * 2
         route.forward(Rows(content=content, positions=[0, 0], sequences=[[1], [2]], outputs=outputs))
 
-    def go_back():
+    def roll_back():
         window.state_keep(0, 0, 46)
         window.state_restore(0, 0, 46)
 
@@ -154,7 +154,7 @@ def test_only_tokens_of_the_last_step_are_rolled_back_and_one_of_them_stays(tmp_
         (42, None),  # more than are kept
         (43, several),
         (44, lambda: window.kv_remove(0, 45, -1)),
-        (45, go_back),
+        (45, roll_back),
     ):
         each(route, lambda window: [window.kv_remove(sequence, 0, -1) for sequence in range(3)])
         route.logits(CHUNKS[0], 0)
@@ -173,7 +173,7 @@ def test_tokens_of_several_sequences_in_one_step_have_the_logits_of_single_ones(
         (folder := tmp_path / str(number)).mkdir()
         options = msgspec.structs.replace(OPTIONS, sequences=3, flash=flash)
         for route in (Whole(header, options), Route(header, cuts_of(header)[0], folder, options)):
-            alone = []
+            single = []
             for together in (False, True):
                 for sequence in (2, 0, 1):
                     each(route, lambda window, sequence=sequence: window.kv_remove(sequence, 0, -1))
@@ -181,13 +181,13 @@ def test_tokens_of_several_sequences_in_one_step_have_the_logits_of_single_ones(
                 for at in range(ANSWER):
                     tokens, positions = [WRONG[(at + i) % 3] for i in range(3)], [at + end for end in each_from]
                     if not together:
-                        alone.append([step(route, [tokens[i]], positions[i], i)[0] for i in range(3)])
+                        single.append([step(route, [tokens[i]], positions[i], i)[0] for i in range(3)])
                         continue
                     content = np.array(tokens, np.int32)
                     several = Rows(content=content, positions=positions, sequences=[[0], [1], [2]], outputs=[True] * 3)
                     route.forward(several)
                     found = [route.windows[-1].logits(i) for i in range(3)]
-                    assert all((one == other).all() for one, other in zip(found, alone[at], strict=True)), (flash, at)
+                    assert all((one == other).all() for one, other in zip(found, single[at], strict=True)), (flash, at)
             route.release()
 
 
@@ -241,13 +241,13 @@ def test_blocks_of_a_small_cache_restore_into_windows_of_another_cut(architectur
         for route in routes:
             stack.callback(route.release)
             assert all(window.kv_supported for window in route.windows)
-        kept = Kept(whole, 1)
-        expected = [kept.add(tokens) for tokens in chunks]
+        saved = SavedBlocks(whole, 1)
+        expected = [saved.add(tokens) for tokens in chunks]
         for _ in range(ANSWER):
-            expected.append(kept.add([int(expected[-1].argmax())]))
+            expected.append(saved.add([int(expected[-1].argmax())]))
         for route in (*routes[1:], whole):
             for blocks in (3, 5, 10, 11, 14, 17):
-                restore(route, kept.blocks[:blocks], 1)
+                restore(route, saved.blocks[:blocks], 1)
                 position, again = sum(len(each) for each in chunks[:blocks]) + max(0, blocks - len(chunks)), []
                 for number in range(blocks, len(expected)):
                     tokens = chunks[number] if number < len(chunks) else [int(expected[number - 1].argmax())]
@@ -278,7 +278,7 @@ def state_of(route, sequence, end):
     return [layer for window in route.windows for layer in window.kv_cells(sequence, end, end)]
 
 
-@pytest.mark.parametrize("architecture", some_quick(sorted(set(HYBRIDS) - NOT_KEPT)))
+@pytest.mark.parametrize("architecture", some_quick(sorted(set(HYBRIDS) - UNSUPPORTED)))
 def test_kv_cells_and_a_state_restore_into_windows_of_another_cut(architecture, tmp_path):
     header = written(tmp_path, architecture)
     options = msgspec.structs.replace(OPTIONS, sequences=2)
@@ -291,19 +291,19 @@ def test_kv_cells_and_a_state_restore_into_windows_of_another_cut(architecture, 
             stack.callback(route.release)
             assert all(window.kv_supported for window in route.windows)
         source, end = routes[1], len(PROMPT) + 1
-        kept = Kept(source, 1)
-        logits = [kept.add(tokens) for tokens in CHUNKS][-1]
-        kept.add([int(logits.argmax())])
+        saved = SavedBlocks(source, 1)
+        logits = [saved.add(tokens) for tokens in CHUNKS][-1]
+        saved.add([int(logits.argmax())])
         state = state_of(source, 1, end)
         expected = printed(source, 1, [PROMPT[:3]], end)
         for route in (*routes[::-1], source):
-            restore(route, [*kept.blocks, state], 1)
+            restore(route, [*saved.blocks, state], 1)
             assert state_of(route, 1, end) == state
             again = printed(route, 1, [PROMPT[:3]], end)
             assert all((one == other).all() for one, other in zip(again, expected, strict=True))
         (window,) = routes[0].windows
         with pytest.raises(EngineError, match="the state of layer 0 has another type, size or place"):
-            window.kv_restore(1, [*kept.blocks[:-1], state])
+            window.kv_restore(1, [*saved.blocks[:-1], state])
         with pytest.raises(EngineError, match=f"sequence 1 has no state after {end} positions"):
             window.kv_cells(1, end, end)
 

@@ -28,19 +28,19 @@ from tests.fakes.http import answering
 from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, taken=True, detail="serving with 2 devices")
-PROMISES = RingForecast(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
+FORECAST = RingForecast(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
 
 
 class Endpoint:
     """A head that answers ``/status`` with ``body`` and ``status``; ``asked`` counts requests."""
 
     def __init__(self) -> None:
-        self.body, self.status, self.asked = b"", 200, 0
+        self.body, self.status, self.requests = b"", 200, 0
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                endpoint.asked += 1
+                endpoint.requests += 1
                 self.send_response(endpoint.status if self.path == "/status" else 404)
                 self.send_header("content-length", str(len(endpoint.body)))
                 self.end_headers()
@@ -70,7 +70,7 @@ def row(out: str, first: str) -> list[str]:
 
 
 def test_the_table_has_a_row_for_each_device_and_the_plan_below(command, endpoint):
-    endpoint.emits(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
+    endpoint.emits(ring(device("desk", role="head"), device("lap"), predicted=FORECAST))
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds per token, forecast: 4.20 tokens/s"
@@ -243,7 +243,7 @@ def test_watching_repeats_until_ctrl_c(command, endpoint, monkeypatch, arguments
     endpoint.emits(ring(device("desk")))
     code, out, err = command("status", "--watch", *arguments, "--url", endpoint.url)
     assert (code, err) == (130, "stopped\n")
-    assert (waits, endpoint.asked) == ([1.0] * 3, 3)
+    assert (waits, endpoint.requests) == ([1.0] * 3, 3)
     named = '"epoch":{}' if arguments else "epoch {},"
     assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
 
@@ -265,7 +265,7 @@ def test_watching_shows_speed_hops_and_events(command, endpoint, monkeypatch):
         "events": [{"at_s": 1_700_000_000.0, "kind": "joined", "text": "lap \x1b joined"}],
     }
 
-    def say(written: int) -> None:
+    def emit(written: int) -> None:
         tokens = TokenCounts(prompt=5, completion=written, answers_open=2)
         endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring(desk, lap) | more, None, tokens))
 
@@ -273,11 +273,11 @@ def test_watching_shows_speed_hops_and_events(command, endpoint, monkeypatch):
         if now[0] > 100.0:
             raise KeyboardInterrupt
         now[0] += 2.0
-        say(50)
+        emit(50)
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     monkeypatch.setattr(status_command, "_now_s", lambda: now[0])
-    say(10)
+    emit(10)
     _, out, _ = command("status", "--watch", "--url", endpoint.url)
     assert "? tokens/s now; 2 open requests, 10 tokens generated" in out
     assert "20.0 tokens/s now; 2 open requests, 50 tokens generated" in out

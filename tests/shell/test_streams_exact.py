@@ -37,7 +37,7 @@ SIZES = {"width": 256, "feed_forward": 512, "expert_feed_forward": 512, "layers"
 """Layers of many pages, most of which can be released."""
 
 
-def kept(first: int, units: WindowUnits, streamed: float) -> WindowAssignment:
+def share_of(first: int, units: WindowUnits, streamed: float) -> WindowAssignment:
     """An assignment for ``units`` from layer ``first`` on, with all resident but the share ``streamed``."""
     layers, output = sum(part.size for unit in units.layers for part in unit), sum(part.size for part in units.output)
     return WindowAssignment(
@@ -80,7 +80,9 @@ class Streaming:
             whole = len(cuts) == 2
             files = files_of(header.path, (), in_memory(0, count)) if whole else self._cut(folder, number, first, last)
             units = units_of_model(header, files) if whole else units_of_window(files)
-            specs.append((files, StreamedWindow(index=number, assignment=kept(first, units, streamed), units=units)))
+            specs.append(
+                (files, StreamedWindow(index=number, assignment=share_of(first, units, streamed), units=units))
+            )
         self.streams = Streams(
             (window for _, window in specs), read_ahead_bytes=read_ahead_bytes, lock=False, usage=None
         )
@@ -126,7 +128,7 @@ class Streaming:
 
     def reopened(self, indices: Sequence[int], streamed: float) -> Streams:
         """The streams of the windows reopened as ``indices`` of another ring."""
-        assignments = [kept(self.cuts[number], self.units[number], streamed) for number in range(len(indices))]
+        assignments = [share_of(self.cuts[number], self.units[number], streamed) for number in range(len(indices))]
         return self.streams.reopened(indices, assignments, 0)
 
     def release(self) -> None:

@@ -81,8 +81,8 @@ def around(monkeypatch):
     """Sets the devices in sight, and which answer on which port."""
     sight: list[Peer] = []
     closed: list[str] = []
-    answers: dict[int, str] = {}
-    knocks: list[tuple[int, set[str]]] = []
+    replies: dict[int, str] = {}
+    probes: list[tuple[int, set[str]]] = []
     introduced: dict[str, set[str]] = {}
 
     async def look(host: str, seconds: float, interface: str | None) -> list[Peer]:
@@ -90,14 +90,14 @@ def around(monkeypatch):
 
     async def probe(caller, places, keys):
         ((_, port),) = places
-        knocks.append((port, set(keys)))
-        if port not in answers:
+        probes.append((port, set(keys)))
+        if port not in replies:
             raise ClusterError("it works for another head now")
-        return SimpleNamespace(port=port, key=key_of(answers[port])), None
+        return SimpleNamespace(port=port, key=key_of(replies[port])), None
 
     async def greet(caller, end, listener, name):
         assert caller.identity.secret
-        assert name == answers[end.port]
+        assert name == replies[end.port]
         return FakeWorker(name, closed, introduced)
 
     class Book:
@@ -105,7 +105,7 @@ def around(monkeypatch):
             self.head = caller.device
 
         async def measure(self, workers, addresses, reporter):
-            if "silent" in answers.values():
+            if "silent" in replies.values():
                 raise ClusterError("silent did not measure its links")
             return [link(self.head, worker.name) for worker in workers]
 
@@ -115,7 +115,7 @@ def around(monkeypatch):
         monkeypatch.setattr(module, "probe", probe)
         monkeypatch.setattr(module, "greet", greet)
     monkeypatch.setattr(survey_module, "profile", lambda config, reporter: device(config.name))
-    return SimpleNamespace(sight=sight, answers=answers, closed=closed, knocks=knocks, introduced=introduced)
+    return SimpleNamespace(sight=sight, replies=replies, closed=closed, probes=probes, introduced=introduced)
 
 
 def config(tmp_path, **flags):
@@ -129,13 +129,13 @@ def config(tmp_path, **flags):
 
 def test_this_device_comes_first_and_the_others_are_released(around, tmp_path):
     around.sight += [peer("b", 2), peer("a", 1)]
-    around.answers.update({1: "a", 2: "b"})
+    around.replies.update({1: "a", 2: "b"})
     lines = Lines()
     found = survey(config(tmp_path), 0.1, lines)
     assert [one.device for one in found.devices] == ["me", "a", "b"]
     assert [(one.source, one.target) for one in found.links] == [("me", "a"), ("me", "b")]
     assert sorted(around.closed) == ["a", "b"]
-    assert around.knocks == [(2, {key_of("b")}), (1, {key_of("a")})], "each by its own key"
+    assert around.probes == [(2, {key_of("b")}), (1, {key_of("a")})], "each by its own key"
     assert around.introduced == {"a": {"b"}, "b": {"a"}}
     assert not lines.printed
 
@@ -145,7 +145,7 @@ def test_learnt_corrections_of_a_local_head_are_used(around, tmp_path, monkeypat
     known = Corrections(devices={"a": slow}, links={("me", "a"): 1.5})
     monkeypatch.setattr(survey_module, "read_corrections", {tmp_path: known}.__getitem__)
     around.sight += [peer("a", 1)]
-    around.answers.update({1: "a"})
+    around.replies.update({1: "a"})
     found = survey(config(tmp_path), 0.1, Lines())
     assert found.devices == (device("me"), known.apply(device("a")))
     assert found.links == (known.apply_link(link("me", "a")),)
@@ -158,7 +158,7 @@ def test_paused_and_limited_devices_are_planned_as_such(around, tmp_path):
     device_limits.put(DeviceLimit(device="a", is_paused=True))
     device_limits.put(DeviceLimit(device="b", ram_bytes=1 << 30))
     around.sight += [peer("a", 1), peer("b", 2)]
-    around.answers.update({1: "a", 2: "b"})
+    around.replies.update({1: "a", 2: "b"})
     lines = Lines()
     found = survey(config(tmp_path), 0.1, lines)
     assert [(one.device, one.ram_available_bytes) for one in found.devices[1:]] == [("b", 1 << 30)]
@@ -168,17 +168,17 @@ def test_paused_and_limited_devices_are_planned_as_such(around, tmp_path):
 
 def test_an_unpaired_device_is_left_out_and_not_contacted(around, tmp_path):
     around.sight += [peer("stranger", 1), peer("old", 2, key="")]
-    around.answers.update({1: "stranger", 2: "old"})
+    around.replies.update({1: "stranger", 2: "old"})
     lines = Lines()
     assert [one.device for one in survey(config(tmp_path), 0.1, lines).devices] == ["me"]
-    assert around.knocks == []
+    assert around.probes == []
     assert [line.split(":")[0] for line in lines.printed] == ["stranger is left out", "old is left out"]
     assert all("primad join --code" in line for line in lines.printed)
 
 
 def test_a_device_that_refuses_is_left_out_and_named(around, tmp_path):
     around.sight += [peer("busy", 1), peer("a", 2)]
-    around.answers[2] = "a"
+    around.replies[2] = "a"
     lines = Lines()
     found = survey(config(tmp_path), 0.1, lines)
     assert [one.device for one in found.devices] == ["me", "a"]
@@ -188,21 +188,21 @@ def test_a_device_that_refuses_is_left_out_and_named(around, tmp_path):
 def test_other_clusters_heads_and_this_device_again_do_not_count(around, tmp_path):
     own = load_identity(tmp_path).public
     around.sight += [peer("x", 1, cluster="other"), peer("y", 2, role="head"), peer("me", 3, key=own)]
-    around.answers.update({1: "x", 2: "y", 3: "me"})
+    around.replies.update({1: "x", 2: "y", 3: "me"})
     assert [one.device for one in survey(config(tmp_path), 0.1, Lines()).devices] == ["me"]
 
 
 def test_a_named_device_must_reply(around, tmp_path):
     named = config(tmp_path, devices=("127.0.0.1:7",))
-    around.answers[7] = "a"
+    around.replies[7] = "a"
     assert [one.device for one in survey(named, 0, Lines()).devices] == ["me", "a"]
-    around.answers.clear()
+    around.replies.clear()
     with pytest.raises(ClusterError, match=r"--device 127\.0\.0\.1:7: it works for another head"):
         survey(named, 0, Lines())
 
 
 def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path):
-    around.answers[7] = "silent"
+    around.replies[7] = "silent"
     lines = Lines()
     found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
     assert [one.device for one in found.devices] == ["me", "silent"]
@@ -212,7 +212,7 @@ def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path)
 
 
 def test_a_device_that_leaves_before_its_introduction_leaves_links_at_the_default(around, tmp_path):
-    around.answers[7] = "gone"
+    around.replies[7] = "gone"
     lines = Lines()
     found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
     assert [one.device for one in found.devices] == ["me", "gone"]

@@ -41,8 +41,8 @@ PICKS = {"deepseek32", "glm-dsa", "glm-dsa-full"}
 
 
 def steps():
-    ends, taken = {0: 0, 1: 0}, accumulate((sum(n for _, n in counts) for counts in COUNTS), initial=0)
-    for start, counts in zip(taken, COUNTS, strict=False):
+    ends, offsets = {0: 0, 1: 0}, accumulate((sum(n for _, n in counts) for counts in COUNTS), initial=0)
+    for start, counts in zip(offsets, COUNTS, strict=False):
         positions, sequences, outputs = [], [], []
         for sequence, count in counts:
             positions += range(ends[sequence], ends[sequence] + count)
@@ -150,16 +150,16 @@ def with_content(rows, content):
 
 
 def group_logits(
-    header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, begins=lambda _: nullcontext(), on_gpu=()
+    header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, context=lambda _: nullcontext(), on_gpu=()
 ):
-    """The logits of every step, each rank's hidden states between windows, and the number of sums. ``begins`` makes a
+    """The logits of every step, each rank's hidden states between windows, and the number of sums. ``context`` makes a
     context for each computing rank; ranks in ``on_gpu`` have their share on a GPU.
     """
 
     def run(number, exchange):
         place, found = {"on_gpu": number in on_gpu}, []
         rank = Rank(header, weights, cuts, folder, options, number, exchange, adapters, **place)
-        with begins(rank):
+        with context(rank):
             for rows in made():
                 rank.forward(rows)
                 wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]

@@ -222,19 +222,19 @@ async def test_slow_requests_wait_for_each_other_and_others_continue(tmp_path):
 
 
 async def test_an_owner_can_cost_others_their_process_only_once_in_a_while(tmp_path):
-    begun: list[int] = []
+    starts: list[int] = []
 
     async def run() -> None:
         limits = TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=PATIENCE_S)
         path = write_vocabulary(tmp_path / "toy.gguf")
-        service = Judged(str(path), TEMPLATE, limits=limits, began=begun.append)
+        service = Judged(str(path), TEMPLATE, limits=limits, began=starts.append)
         await service.pieces()
         flood = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(9)]
-        while len(begun) < 3:  # the second was ended for a request that was not the first slow one
+        while len(starts) < 3:  # the second was ended for a request that was not the first slow one
             await works(service, "b")
         for _ in range(20):
             await works(service, "b")
-        assert len(begun) == 3
+        assert len(starts) == 3
         assert not any(task.done() for task in flood)
         for task in flood:
             task.cancel()
@@ -259,11 +259,11 @@ async def test_callers_take_turns(tmp_path):
     async with text_service(tmp_path, TextLimits()) as service:
         ended: list[str] = []
 
-        async def ask(owner: str) -> None:
+        async def send(owner: str) -> None:
             await works(service, owner)
             ended.append(owner)
 
-        await asyncio.gather(*(ask("many") for _ in range(20)), ask("one"))
+        await asyncio.gather(*(send("many") for _ in range(20)), send("one"))
         assert ended.index("one") <= 2
 
 

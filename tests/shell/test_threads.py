@@ -51,7 +51,7 @@ class FakeProcess:
     async def send(self, command: Open) -> None:
         self.opened.append(command)
 
-    def listen(self, hear: object) -> None:
+    def listen(self, handle: object) -> None:
         """Nothing arrives."""
 
     async def events(self) -> AsyncIterator[object]:

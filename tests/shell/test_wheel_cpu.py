@@ -32,7 +32,7 @@ def wheel(folder: Path, **sources: str) -> Path:
     return made
 
 
-def asked(path: Path) -> tuple[int, str, str]:
+def checked(path: Path) -> tuple[int, str, str]:
     ended = subprocess.run([sys.executable, str(TOOL), str(path)], capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -53,7 +53,7 @@ def asked(path: Path) -> tuple[int, str, str]:
     ids=["says so", "dies of it", "cannot be loaded"],
 )
 def test_a_wheel_for_another_processor_is_refused_with_the_reason(tmp_path: Path, source: str, why: str) -> None:
-    code, out, printed = asked(wheel(tmp_path, base="", cpu=source))
+    code, out, printed = checked(wheel(tmp_path, base="", cpu=source))
     assert (code, out, len(printed.splitlines())) == (1, "", 1)
     assert why in printed
 
@@ -61,16 +61,16 @@ def test_a_wheel_for_another_processor_is_refused_with_the_reason(tmp_path: Path
 def test_a_wheel_that_fits_lists_the_features_it_needs(tmp_path: Path) -> None:
     known = "sse3" if ELSEWHERE == "sve" else "neon"
     fits = wheel(tmp_path, base="", cpu=f"int ggml_cpu_has_{known}(void) {{ return 1; }}")
-    assert asked(fits) == (0, f"{known.upper()}\n", "")
+    assert checked(fits) == (0, f"{known.upper()}\n", "")
 
 
 def test_a_wheel_with_runtime_dispatch_is_not_checked(tmp_path: Path) -> None:
-    code, _, printed = asked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
+    code, _, printed = checked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
     assert (code, printed) == (0, "")
 
 
 def test_an_invalid_wheel_is_named(tmp_path: Path) -> None:
     path = tmp_path / "llama_cpp_python-1.2.3-py3-none-any.whl"
     path.write_bytes(b"wheel")
-    code, _, printed = asked(path)
+    code, _, printed = checked(path)
     assert (code, printed) == (1, "File is not a zip file\n")

@@ -16,11 +16,11 @@ from tests.shell.gated import (
     SERVER,
     ZMTP_CURVE,
     ZMTP_NULL,
-    House,
-    house,
+    GatedServer,
+    gated_server,
     raw,
     until_closed,
-    until_one_ends,
+    until_first_ends,
 )
 
 GARBAGE = {
@@ -39,21 +39,21 @@ GARBAGE = {
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
 async def test_garbage_reaches_nobody_and_disturbs_nobody(data: bytes):
-    async with house() as here:
+    async with gated_server() as here:
         _, writer = await raw(here.port)
         writer.write(data)
         with suppress(OSError):  # the server may have closed it already
             writer.write_eof()
         await here.serves_its_friend()
-        await here.hears_nothing()
+        await here.expect_silence()
         writer.close()
 
 
 async def test_a_message_over_the_limit_of_a_trusted_device_ends_its_connection_only():
-    async with house(SECOND) as here:
+    async with gated_server(SECOND) as here:
         client = here.client(SECOND)
         await client.send(bytes(MAX_MESSAGE_BYTES + 1))
-        await here.hears_nothing()
+        await here.expect_silence()
         client.close()
         await here.serves_its_friend()
 
@@ -76,7 +76,7 @@ class Relay:
         try:
             server_reader, server_writer = await raw(self._port)
             there = self._pass(reader, server_writer, up=True)
-            await until_one_ends(there, self._pass(server_reader, writer, up=False), server_writer)
+            await until_first_ends(there, self._pass(server_reader, writer, up=False), server_writer)
         finally:
             writer.transport.abort()
             self.closed.set()
@@ -112,7 +112,7 @@ class Relay:
 
 
 @asynccontextmanager
-async def relay_to(here: House) -> AsyncIterator[tuple[Relay, int]]:
+async def relay_to(here: GatedServer) -> AsyncIterator[tuple[Relay, int]]:
     """A relay to the house, with its port."""
     relay = Relay(here.port)
     tasks: set[asyncio.Task[None]] = set()
@@ -132,11 +132,11 @@ async def relay_to(here: House) -> AsyncIterator[tuple[Relay, int]]:
 
 
 async def test_a_recorded_conversation_is_worth_nothing():
-    async with house() as here:
+    async with gated_server() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"the words of a friend")
-            assert await here.hears() == [b"the words of a friend"]
+            assert await here.receive() == [b"the words of a friend"]
             client.close()
             recorded = bytes(relay.recorded)
         assert b"the words of a friend" not in recorded
@@ -145,26 +145,26 @@ async def test_a_recorded_conversation_is_worth_nothing():
         writer.write(recorded)
         await until_closed(reader)  # as soon as the server sees an old cookie
         writer.close()
-        await here.hears_nothing()
+        await here.expect_silence()
         await here.serves_its_friend()
 
 
 async def test_messages_altered_on_the_way_to_the_server_are_dropped():
-    async with house() as here:
+    async with gated_server() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"one")
-            assert await here.hears() == [b"one"]
+            assert await here.receive() == [b"one"]
             relay.flip_next_up = True
             await client.send(b"two")
             await relay.closed.wait()
             client.close()
-            await here.hears_nothing()
+            await here.expect_silence()
         await here.serves_its_friend()
 
 
 async def test_messages_altered_on_the_way_from_the_server_are_dropped():
-    async with house() as here:
+    async with gated_server() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"one")
@@ -181,7 +181,7 @@ async def test_messages_altered_on_the_way_from_the_server_are_dropped():
 
 @pytest.mark.parametrize("place", [0, 14, 64 + 2 + 90, 64 + 2 + 190, 64 + 202 + 60, 64 + 202 + 250])
 async def test_a_handshake_altered_on_the_way_to_the_server_fails(place: int):
-    async with house() as here:
+    async with gated_server() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_up = place
             client = here.client(port=port)
@@ -190,13 +190,13 @@ async def test_a_handshake_altered_on_the_way_to_the_server_fails(place: int):
             client.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(NOTHING_S):
-                assert await here.hears() == [b"hello"]  # from its next connection, which nobody changed
+                assert await here.receive() == [b"hello"]  # from its next connection, which nobody changed
         await here.serves_its_friend()
 
 
 @pytest.mark.parametrize("place", [14, 64 + 60, 64 + 170 + 20])
 async def test_a_handshake_altered_on_the_way_from_the_server_fails(place: int):
-    async with house() as here:
+    async with gated_server() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_down = place
             client = here.client(port=port)
@@ -205,5 +205,5 @@ async def test_a_handshake_altered_on_the_way_from_the_server_fails(place: int):
             client.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(NOTHING_S):
-                assert await here.hears() == [b"hello"]
+                assert await here.receive() == [b"hello"]
         await here.serves_its_friend()

@@ -587,7 +587,7 @@ async def test_a_revoked_key_is_refused_at_once_on_an_open_connection(lab):
             await desk.report_line(message)
             assert (await desk.hear(Refused)).reason == "lap no longer trusts this device"
         await lap.emits("head desk is no longer trusted as a head")
-        assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
+        assert not lap.daemon._stages.is_serving, "its earlier requests end too"
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
@@ -682,10 +682,10 @@ async def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
 
 
 async def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def without_end(*_: object, **__: object) -> list[LinkProfile]:
-        begun.set()
+        started.set()
         return await asyncio.Future()
 
     monkeypatch.setattr(worker_module, "measure_links", without_end)
@@ -693,7 +693,7 @@ async def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypa
         desk = lap.head()
         await desk.takes()
         await desk.report_line(MeasureLinks(targets=[]))
-        await begun.wait()
+        await started.wait()
         lap.daemon.leave()
         await lap.running
 
@@ -820,10 +820,10 @@ async def test_the_latest_connection_of_a_session_counts(lab):
 
 
 async def test_a_repeated_measurement_request_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
-    begun = []
+    started = []
 
     async def without_end(*arguments: object, **_: object) -> list[LinkProfile]:
-        begun.append(arguments)
+        started.append(arguments)
         await asyncio.Event().wait()
         return []
 
@@ -836,7 +836,7 @@ async def test_a_repeated_measurement_request_continues_and_one_of_other_links_r
             await desk.report_line(MeasureLinks(targets=targets))
             await desk.report_line(Ping(status=False, number=number))
             await desk.hear(Pong)
-            assert len(begun) == count
+            assert len(started) == count
 
 
 async def test_a_worker_that_cannot_announce_itself_still_waits_for_heads(lab, monkeypatch):

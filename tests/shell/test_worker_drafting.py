@@ -51,7 +51,7 @@ class Worker:
         self.place = node.workspace
         self.reported: asyncio.Queue[WorkerMessage] = asyncio.Queue()
         self.printed: list[str] = []
-        self.guessing = DraftService(
+        self.drafting = DraftService(
             node,
             context=cast("Any", None),
             number=count(1).__next__,
@@ -81,7 +81,7 @@ def a_load(cutter: ModelCutter, epoch: int, context: int = 64) -> LoadDraft:
 
 
 def process_of(worker: Worker) -> psutil.Process:
-    current = worker.guessing._current
+    current = worker.drafting._current
     assert current is not None
     assert current.process is not None
     return psutil.Process(current.process.pid)
@@ -116,23 +116,23 @@ async def test_a_worker_drafts_from_layer_files_as_from_a_model_file_until_relea
     cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
     load = a_load(cutter, 1)
     await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
-    await worker.guessing.load(load, 1)
+    await worker.drafting.load(load, 1)
     assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=False)
     assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=True)
-    worker.guessing.notify(2, DraftText(number=8, tokens=[1]))
-    worker.guessing.notify(1, DraftText(number=1, tokens=TEXT))
+    worker.drafting.notify(2, DraftText(number=8, tokens=[1]))
+    worker.drafting.notify(1, DraftText(number=1, tokens=TEXT))
     made = await worker.hear(DraftsMade, lambda each: path_of(each.drafted) == 3)
     assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
     assert (made.drafted.parents, made.drafted.sures) == (expected.parents, pytest.approx(expected.sures))
-    await worker.guessing.load(a_load(cutter, 2), 1)
+    await worker.drafting.load(a_load(cutter, 2), 1)
     assert await worker.hear(DraftModelState) == DraftModelState(epoch=2, ready=True), (
         "the next ring has the same process"
     )
-    await worker.guessing.release(1)
-    worker.guessing.notify(2, DraftText(number=1, tokens=TEXT))
+    await worker.drafting.release(1)
+    worker.drafting.notify(2, DraftText(number=1, tokens=TEXT))
     assert (await worker.hear(DraftsMade)).epoch == 2
     process = process_of(worker)
-    await worker.guessing.release(2)
+    await worker.drafting.release(2)
     assert not process.is_running()
     assert not list(worker.place.run.glob("window-*"))
 
@@ -142,20 +142,20 @@ async def test_the_head_is_notified_if_a_draft_model_cannot_load_or_ends(tmp_pat
     write_model(path, layers=2)
     cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
     load = a_load(cutter, 1)
-    await worker.guessing.load(load, 1)
-    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-    assert "no device was named that has it" in gone.error
+    await worker.drafting.load(load, 1)
+    failed = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "no device was named that has it" in failed.error
     await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
-    await worker.guessing.load(load, 1)
+    await worker.drafting.load(load, 1)
     await worker.hear(DraftModelState, lambda state: state.ready)
     process_of(worker).kill()
-    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-    assert gone.error == "the draft process was ended by SIGKILL"
-    assert worker.printed[-1] == f"stops drafting: {gone.error}"
-    await worker.guessing.load(load, 1)
+    failed = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert failed.error == "the draft process was ended by SIGKILL"
+    assert worker.printed[-1] == f"stops drafting: {failed.error}"
+    await worker.drafting.load(load, 1)
     await worker.hear(DraftModelState, lambda state: state.ready)
     process = process_of(worker)
-    await worker.guessing.stop("paused by its owner")
+    await worker.drafting.stop("paused by its owner")
     assert not process.is_running()
     assert (await worker.hear(DraftModelState)).error == "paused by its owner"
 
@@ -168,13 +168,13 @@ async def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, 
     free = SimpleNamespace(available_bytes=weights, total_bytes=0)
     monkeypatch.setattr("primad.worker.spare.memory", lambda: free)
     worker = Worker(tmp_path / "home")
-    await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
-    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-    assert "free there" in gone.error, "the KV cache is more than what the weights leave"
+    await worker.drafting.load(replace(load, memory_bytes=weights + 1), 1)
+    failed = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "free there" in failed.error, "the KV cache is more than what the weights leave"
     free.available_bytes = 999
-    await worker.guessing.load(load, 1)
-    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-    assert "do not fit the 999 B that are free there" in gone.error
+    await worker.drafting.load(load, 1)
+    failed = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "do not fit the 999 B that are free there" in failed.error
 
 
 def test_an_incomplete_draft_model_is_refused_before_fetching(tmp_path):
@@ -228,9 +228,9 @@ class Elsewhere:
             service=SimpleNamespace(draft=draft, draft_source=source, head_has_room=head_has_room),
             reporter=SimpleNamespace(report_line=self.printed.append),
         )
-        ways = SimpleNamespace(sources=self._no_sources)
+        routes = SimpleNamespace(sources=self._no_sources)
         self.drafts = RemoteDrafter(
-            cast("Any", inputs), "lap", lambda: cast("Any", self.link), cast("Any", ways), self.ring.put
+            cast("Any", inputs), "lap", lambda: cast("Any", self.link), cast("Any", routes), self.ring.put
         )
 
     async def _no_sources(self, _: object) -> list[object]:

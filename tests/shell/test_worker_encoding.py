@@ -68,20 +68,20 @@ class Worker:
         self.listeners.pop(rows.number, None)
 
     async def notify(self, message: MmprojState | EncodedChunk) -> None:
-        heard = decode_from_worker(encode(message))
-        assert heard == message
+        decoded = decode_from_worker(encode(message))
+        assert decoded == message
         if message.number in self.listeners and not self.is_mute:
-            self.listeners[message.number].hear(heard)
+            self.listeners[message.number].hear(decoded)
 
     async def send(self, message: object) -> None:
-        heard = decode_from_head(encode(cast("Any", message)))
-        match heard:
+        decoded = decode_from_head(encode(cast("Any", message)))
+        match decoded:
             case LoadMmproj():
-                await self.service.load(heard, 1)
+                await self.service.load(decoded, 1)
             case PictureChunk():
-                await self.service.take(heard)
+                await self.service.take(decoded)
             case EncodedWanted():
-                await self.service.give(heard)
+                await self.service.give(decoded)
             case ReleaseMmproj(number=number):
                 await self.service.release(number)
 
@@ -191,7 +191,7 @@ async def test_the_head_encodes_a_picture_that_a_worker_cannot_finish(tmp_path):
             session = home.remote._session
             assert home.pictures.encoded_elsewhere == before + 1
             os.kill(home.worker.pid, signal.SIGSTOP)
-            asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
+            task = asyncio.create_task(home.pictures.encode(noise(2), "a"))
             for _ in range(50):  # turns of the event loop until it is asked
                 await asyncio.sleep(0)
             assert session._picture == 2
@@ -202,10 +202,10 @@ async def test_the_head_encodes_a_picture_that_a_worker_cannot_finish(tmp_path):
                     session.lost("its primad ended")
                 case "stopped":
                     await home.worker.service.stop("memory is short on this device")
-            assert await asking == expected
+            assert await task == expected
             assert home.printed[-1].startswith("lap does not encode pictures: ")
             assert await home.pictures.encode(noise(2), "a") == expected
-            assert home.pictures.encoded_elsewhere == before + 1, "it is not asked again at once"
+            assert home.pictures.encoded_elsewhere == before + 1, "it is not tried again at once"
             assert home.remote.device is None
 
 
@@ -216,13 +216,13 @@ async def test_a_picture_in_progress_delays_no_end_and_another_plan_leaves_nothi
         assert home.remote.device == "lap"
         expected = await home.pictures.encode(noise(2), "a")
         os.kill(home.worker.pid, signal.SIGSTOP)
-        asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
+        task = asyncio.create_task(home.pictures.encode(noise(2), "a"))
         for _ in range(50):  # turns of the event loop until it is asked
             await asyncio.sleep(0)
         home.is_here = False
         await home.remote.follow_plan()
         assert not home.worker.service._loadings
-        assert await asking == expected, "by the head"
+        assert await task == expected, "by the head"
         assert home.printed == ["lap encodes pictures"]
 
 

@@ -58,7 +58,7 @@ PATIENCE_S = 60
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 
 
-class Heard:
+class Observer:
     """What a head learns of its devices."""
 
     def __init__(self) -> None:
@@ -110,19 +110,19 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
 
 
 async def link_to(
-    context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, port: int | None = None, **timings: float
+    context: zmq.asyncio.Context, device: FakeDevice, observer: Observer, port: int | None = None, **timings: float
 ) -> WorkerLink:
     end, _ = await probe(caller(context, **timings), [(HOST, port or device.port)], [device.key])
-    return await greet(caller(context, **timings), end, heard, device.name)
+    return await greet(caller(context, **timings), end, observer, device.name)
 
 
 @asynccontextmanager
-async def greeted() -> AsyncIterator[tuple[FakeDevice, Heard, WorkerLink]]:
+async def greeted() -> AsyncIterator[tuple[FakeDevice, Observer, WorkerLink]]:
     """A worker, what the head learns of it, and the link to it, which is closed after the block."""
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
-        link = await link_to(context, device, heard)
-        yield device, heard, link
+        device, observer = FakeDevice(context, "nas"), Observer()
+        link = await link_to(context, device, observer)
+        yield device, observer, link
         link.close()
         await device.leave()
 
@@ -150,7 +150,7 @@ async def test_the_first_address_that_replies_is_used_and_others_are_dropped():
             places = [("no address", 1), *((HOST, port) for port in ports)]
             end, probed = await probe(caller(context), places, [right.key])
         assert (probed.device, end.port, end.key) == ("right", right.port, right.key)
-        assert wrong.knocks == 0, "it does not own the key, so it hears nothing"
+        assert wrong.knocks == 0, "it does not own the key, so nothing reaches it"
         end.close()
 
 
@@ -189,8 +189,10 @@ async def test_the_same_reply_at_two_addresses_is_reported_once():
         places = [(HOST, int(port)) for port in ports]
         with pytest.raises(ClusterError) as refused:
             await probe(caller(context, probe_timeout_s=PATIENCE_S), places, [keys.public])
-        said = f"the device at {HOST}:{ports[0]} (and {HOST}:{ports[1]}) does not let this one in: it was revoked there"
-        assert str(refused.value).startswith(said)
+        refusal = (
+            f"the device at {HOST}:{ports[0]} (and {HOST}:{ports[1]}) does not let this one in: it was revoked there"
+        )
+        assert str(refused.value).startswith(refusal)
         assert str(refused.value).count("pair the two again") == 1
 
 
@@ -267,15 +269,15 @@ async def test_a_greeting_introduces_the_head_and_is_answered_with_a_profile():
 
 async def test_a_refusal_or_a_missing_reply_is_one_clear_error():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.refuses = "nas works for the head tower"
         with pytest.raises(ClusterError, match=r"^nas works for the head tower$"):
-            await link_to(context, device, heard)
+            await link_to(context, device, observer)
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
         device.silent = True
         with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
-            await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
-        assert heard.gone == []
+            await greet(caller(context, hello_timeout_s=0.3), end, observer, "nas")
+        assert observer.gone == []
 
 
 async def test_an_impossible_profile_is_refused_as_such_and_not_as_silence():
@@ -283,15 +285,15 @@ async def test_an_impossible_profile_is_refused_as_such_and_not_as_silence():
         device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
         with pytest.raises(ClusterError, match="was refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
-            await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
+            await greet(caller(context, hello_timeout_s=0.3), end, Observer(), "nas")
 
 
 async def test_messages_to_an_earlier_session_are_ignored():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
         await device.notify(StageStates(revision=9, states=[state(9, broken="of long ago")]))
-        link = await greet(caller(context), end, heard, "nas")
+        link = await greet(caller(context), end, observer, "nas")
         assert link.name == "nas"
         link.close()
 
@@ -301,51 +303,51 @@ async def test_messages_to_an_earlier_session_are_ignored():
 
 async def test_every_reply_is_a_sign_of_life():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
-        link = await link_to(context, device, heard)
-        while heard.signs < 5:
-            heard.news.clear()
-            await heard.news.wait()
+        device, observer = FakeDevice(context, "nas"), Observer()
+        link = await link_to(context, device, observer)
+        while observer.signs < 5:
+            observer.news.clear()
+            await observer.news.wait()
         link.close()
-        assert heard.gone == []
+        assert observer.gone == []
 
 
 async def test_a_lost_device_is_reported_once_and_all_its_stages_end():
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         parts = [Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
         for _ in range(3):
             await device.notify(Refused("it works for another head"))
-        assert await heard.wait_lost() == "it works for another head"
+        assert await observer.wait_lost() == "it works for another head"
         for part in parts:
             error = await part.broken
             assert isinstance(error, DeviceLostError)
             assert (error.device, str(error)) == ("nas", "nas is gone: it works for another head")
         await device.leave()
-        assert heard.gone == [("nas", "it works for another head")]
+        assert observer.gone == [("nas", "it works for another head")]
 
 
 async def test_a_process_that_ends_is_lost_before_it_is_missed():
     """It need not be silent long enough: its system refuses connections to its port."""
-    async with greeted() as (device, heard, _):
+    async with greeted() as (device, observer, _):
         await device.leave()
-        assert await heard.wait_lost() == "its primad ended"
+        assert await observer.wait_lost() == "its primad ended"
 
 
 async def test_a_leaving_device_notifies_the_head():
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         await device.notify(Leaving("its owner ended it"))
-        while not heard.left:
-            heard.news.clear()
-            await heard.news.wait()
-        assert heard.left == [("nas", "its owner ended it")]
+        while not observer.left:
+            observer.news.clear()
+            await observer.news.wait()
+        assert observer.left == [("nas", "its owner ended it")]
         await link.dismiss()
         await device.hear(Dismiss)
 
 
 async def test_a_closed_link_reports_nothing_and_releases_silently():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
-        link = await link_to(context, device, heard)
+        device, observer = FakeDevice(context, "nas"), Observer()
+        link = await link_to(context, device, observer)
         part = Stage(link, a_load(), lambda *_: None)
         link.close()
         await part.release()
@@ -353,14 +355,14 @@ async def test_a_closed_link_reports_nothing_and_releases_silently():
         with pytest.raises(ClusterError, match="is closed"):
             await part.load()
         await device.leave()
-        assert heard.gone == []
+        assert observer.gone == []
         assert not part.broken.done()
 
 
 async def test_the_wait_for_a_device_that_accepts_nothing_is_short():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
-        link = await link_to(context, device, heard, answer_timeout_s=0.2)
+        device, observer = FakeDevice(context, "nas"), Observer()
+        link = await link_to(context, device, observer, answer_timeout_s=0.2)
         part = Stage(link, a_load(), lambda *_: None)
         link._tasks[2].cancel()  # whether its process has ended is another question
         await device.leave()
@@ -396,15 +398,15 @@ STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_b
     ids=["what it says", "less than it had", "nothing"],
 )
 async def test_a_device_short_of_memory_has_less_for_the_next_plan(needed, available, left):
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         before = link.profile
         part = Stage(link, a_load(3), lambda *_: None)
         await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # from an earlier ring
         await device.notify(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
-        while not heard.short:
-            heard.news.clear()
-            await heard.news.wait()
-        assert heard.short == ["nas"]
+        while not observer.short:
+            observer.news.clear()
+            await observer.news.wait()
+        assert observer.short == ["nas"]
         assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
         assert not part.broken.done()
 
@@ -413,22 +415,22 @@ async def test_a_device_short_of_memory_has_less_for_the_next_plan(needed, avail
     ("available", "left"), [(3 << 30, 3 << 30), (1 << 40, None)], ids=["what it says", "more than there is"]
 )
 async def test_a_device_with_room_again_has_more_for_the_next_plan(available, left):
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         part, before = Stage(link, a_load(3), lambda *_: None), link.profile
         await device.notify(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
         await device.notify(MemoryRecovered(1 << 30))  # no more than it has
         await device.notify(MemoryRecovered(available))
-        while not heard.roomy:
-            heard.news.clear()
-            await heard.news.wait()
-        assert (heard.short, heard.roomy) == (["nas"], ["nas"])
+        while not observer.roomy:
+            observer.news.clear()
+            await observer.news.wait()
+        assert (observer.short, observer.roomy) == (["nas"], ["nas"])
         total = before.ram_total_bytes
         assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
         assert not part.broken.done()
 
 
 async def test_corrected_figures_of_a_device_are_used_from_then_on():
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         before = link.profile
         await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # the speeds are the same
         cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
@@ -443,12 +445,12 @@ async def test_corrected_figures_of_a_device_are_used_from_then_on():
             gpu=None if before.gpu is None else dataclasses.replace(before.gpu, vram_available_bytes=0),
         )
         await device.notify(Remeasured(better))
-        while not heard.better:
-            heard.news.clear()
-            await heard.news.wait()
-        assert heard.better == ["nas"]
+        while not observer.better:
+            observer.news.clear()
+            await observer.news.wait()
+        assert observer.better == ["nas"]
         reported = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
-        assert link.profile == reported, "what is free of RAM and disk is told as ever"
+        assert link.profile == reported, "free RAM and disk are still reported"
 
 
 async def test_a_stage_gets_only_states_of_its_own_epoch():
@@ -477,13 +479,13 @@ async def test_a_stage_gets_only_states_of_its_own_epoch():
 
 @pytest.mark.parametrize("fault", get_args(Fault))
 async def test_a_broken_stage_reports_the_kind_of_fault(fault):
-    async with greeted() as (device, heard, link):
+    async with greeted() as (device, observer, link):
         part = Stage(link, a_load(3), lambda *_: None)
         device.stand(state(3, broken="it went wrong", fault=fault))
         error = await part.broken
         assert isinstance(error, StageError)
         assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
-        assert heard.gone == [], "the device itself is fine"
+        assert observer.gone == [], "the device itself is fine"
 
 
 async def test_a_released_stage_gets_no_more_states():
@@ -499,11 +501,11 @@ async def test_a_status_request_gets_a_fresh_reply():
     async with greeted() as (device, _, link):
         part = Stage(link, a_load(3), lambda *_: None)
         for size in (1, 2):
-            asking = asyncio.create_task(part.wait_status())
+            task = asyncio.create_task(part.wait_status())
             assert (await device.hear(Ping)).status
             answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
             await device.notify(answer)
-            assert await asking == answer
+            assert await task == answer
 
 
 # ---- lost messages --------------------------------------------------------------------------------------------------
@@ -517,11 +519,11 @@ async def some_pings(device: FakeDevice, count: int = 10) -> None:
 
 async def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_made_again():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.measures = False
         device.stand(state(4, loaded=True), state(5, loaded=True))
         async with Relay(device.port) as relay:
-            link = await link_to(context, device, heard, relay.port)
+            link = await link_to(context, device, observer, relay.port)
             loading, linking, over = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4, 5))
             for part in (linking, over):
                 await part.load()
@@ -564,13 +566,13 @@ async def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_sent_one_load(
 
 async def test_a_lost_break_arrives_with_the_next_ping():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.loses_states = True
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         part = Stage(link, a_load(3), lambda *_: None)
         device.stand(state(broken="no memory"))
         await some_pings(device)
-        assert (device.known, part.broken.done()) == (0, False), "each ping says what the head knows: nothing"
+        assert (device.known, part.broken.done()) == (0, False), "each ping has the head's revision: none yet"
         device.loses_states = False
         error = await part.broken
         assert isinstance(error, StageError)
@@ -581,15 +583,15 @@ async def test_a_lost_break_arrives_with_the_next_ping():
 
 async def test_a_request_of_the_head_is_not_considered_lost_by_states_already_on_their_way():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.loses_states = True
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         part = Stage(link, a_load(3), lambda *_: None)
         device.stand(state())
         await part.load()
         await device.hear(Load)
         await some_pings(device)
-        assert device.heard.empty(), "the head does not know yet whether the worker heard it"
+        assert device.heard.empty(), "the head does not know yet whether the worker received it"
         device.loses_states = False
         await device.wait(lambda: device.known == device.revision)
         await some_pings(device)
@@ -612,9 +614,9 @@ async def test_states_overtaken_by_later_ones_are_ignored():
 
 async def test_a_stage_that_vanishes_after_loading_is_over():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.stand(state(loaded=True))
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         part = Stage(link, a_load(3), lambda *_: None)
         await part.load()
         await part.loaded
@@ -627,9 +629,9 @@ async def test_a_stage_that_vanishes_after_loading_is_over():
 
 async def test_a_stage_that_nobody_wants_is_released_once():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.stand(state(3), state(4))
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         part = Stage(link, a_load(4), lambda *_: None)
         await part.load()
         assert await device.hear(Release) == Release(epoch=3)
@@ -646,9 +648,9 @@ async def test_a_stage_that_nobody_wants_is_released_once():
 
 async def test_a_worker_that_measures_nothing_in_time_is_lost():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.measures = False
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
             await link.measure_links([], 0.1)
         assert (await device.hear(MeasureLinks)).targets == []
@@ -657,9 +659,9 @@ async def test_a_worker_that_measures_nothing_in_time_is_lost():
 
 async def test_closing_a_link_ends_a_measurement():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.measures = False
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         measuring = asyncio.create_task(link.measure_links([], 30))
         await device.hear(MeasureLinks)
         link.close()
@@ -669,9 +671,9 @@ async def test_closing_a_link_ends_a_measurement():
 
 async def test_a_measurement_may_be_cancelled():
     async with gated() as context:
-        device, heard = FakeDevice(context, "nas"), Heard()
+        device, observer = FakeDevice(context, "nas"), Observer()
         device.measures = False
-        link = await link_to(context, device, heard)
+        link = await link_to(context, device, observer)
         measuring = asyncio.create_task(link.measure_links([], 30))
         await device.hear(MeasureLinks)
         measuring.cancel()
@@ -683,14 +685,14 @@ async def test_a_measurement_may_be_cancelled():
 async def test_a_device_cannot_choose_the_address_at_which_others_reach_it():
     async with greeted() as (device, _, link):
         device.measures = False
-        told = [
+        reported_links = [
             LinkProfile(source=source, target=target, address="10.9.9.9", round_trip_s=0.001, bytes_per_s=1e8)
             for source, target in [("nas", "tab"), ("tab", "nas")]
         ]
         target = msgspec.structs.replace(device.target(), device="tab")
         measuring = asyncio.create_task(link.measure_links([target], 600))
         await device.hear(MeasureLinks)
-        await device.notify(LinksMeasured(links=told))
+        await device.notify(LinksMeasured(links=reported_links))
         found = await measuring
         assert [(each.source, each.address) for each in found.links] == [("nas", "10.9.9.9"), ("tab", "")]
 

@@ -128,7 +128,7 @@ class Worker:
         async with self._news:
             self._news.notify_all()
 
-    async def hears(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
+    async def receive(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
         """Wait for the first message of ``kind`` for which ``condition`` holds."""
         async with self._news:
             await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.reported))
@@ -136,7 +136,9 @@ class Worker:
 
     async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
         """Wait for the first reported state of ``epoch`` for which ``condition`` holds."""
-        await self.hears(StageStates, lambda reported: any(s.epoch == epoch and condition(s) for s in reported.states))
+        await self.receive(
+            StageStates, lambda reported: any(s.epoch == epoch and condition(s) for s in reported.states)
+        )
         return next(state for state in self.states() if state.epoch == epoch and condition(state))
 
     async def loads(self, epoch: int) -> Loaded:
@@ -280,16 +282,16 @@ async def test_a_parked_process_ends_even_if_nobody_awaits_its_end(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
         await lap.parts.release(1)
-        begun, may_end, close = asyncio.Event(), asyncio.Event(), process.close
+        started, may_end, close = asyncio.Event(), asyncio.Event(), process.close
 
         async def close_slowly() -> None:
-            begun.set()
+            started.set()
             await may_end.wait()
             await close()
 
         process.close = close_slowly
         unloading = asyncio.create_task(lap.parts.unload())
-        await begun.wait()
+        await started.wait()
         unloading.cancel()
         await asyncio.wait([unloading])
         may_end.set()
@@ -305,7 +307,7 @@ async def test_two_epochs_run_side_by_side_and_the_latest_to_end_stays_parked(wo
         assert lap.parts.is_serving
         await lap.parts.release(2)
         await first.ended()
-        assert processes.alive == [second], "the latest is the likeliest to be asked for"
+        assert processes.alive == [second], "the latest is the likeliest to be requested"
 
 
 async def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
@@ -345,7 +347,7 @@ async def test_a_ring_process_that_dies_while_loading_is_a_load_fault(worker, pr
         await lap.parts.start(a_load(1), PROFILE)
         process = await processes.started(1)
         process.report_line(Loading(1))
-        assert (await lap.hears(Progress)).phase == "load"
+        assert (await lap.receive(Progress)).phase == "load"
         process.die("no memory")
         assert (await lap.breaks()).fault == "load"
         await process.ended()
@@ -484,7 +486,7 @@ async def test_progress_of_fetching_is_reported(worker, monkeypatch):
     monkeypatch.setattr(loading, "missing_layers", missing)
     async with worker() as lap:
         await lap.serve(a_load(1, sources=[SOURCE]))
-        progress = await lap.hears(Progress, lambda each: each.done == each.total)
+        progress = await lap.receive(Progress, lambda each: each.done == each.total)
         assert (progress.phase, progress.total) == ("fetch", 1000)
 
 
@@ -532,12 +534,12 @@ async def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, proc
 
 async def test_a_parked_process_with_damaged_files_is_loaded_again(worker, processes, monkeypatch):
     async def fetch(*_: object, **__: object) -> None:
-        put_layer(lap_place[0])
+        put_layer(places[0])
 
     monkeypatch.setattr(stages, "fetch_layers", fetch)
-    lap_place: list[Workspace] = []
+    places: list[Workspace] = []
     async with worker() as lap:
-        lap_place.append(lap.place)
+        places.append(lap.place)
         ref = put_layer(lap.place)
         first = await lap.serve(of_layer(1, ref))
         await lap.parts.release(1)
@@ -631,7 +633,7 @@ async def test_a_status_is_forwarded_with_the_daemons_own_memory(worker):
     async with worker() as lap:
         await lap.serve(a_load(1))
         await lap.parts.report()
-        status = await lap.hears(WorkerStatus)
+        status = await lap.receive(WorkerStatus)
         assert (status.epoch, status.status) == (1, STATUS)
         assert status.daemon_rss_bytes > 1 << 20
 
@@ -645,9 +647,9 @@ async def test_a_lack_of_memory_is_reported_with_the_memory_for_the_next_plan(wo
         monkeypatch.setattr(memory_watch, "memory", lambda ours: found[tuple(ours)][0])
         monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
         process.report_line(RingPressed(50 << 20))
-        assert await lap.hears(MemoryLow) == MemoryLow(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
+        assert await lap.receive(MemoryLow) == MemoryLow(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
         await lap.parts.report()
-        assert await lap.hears(WorkerStatus), "the part goes on"
+        assert await lap.receive(WorkerStatus), "the stage continues"
         assert lap.broken() == set()
         await lap.parts.release(1)
         await process.ended()  # parked processes use memory as well
@@ -673,7 +675,7 @@ async def test_a_ring_process_is_not_parked_while_another_lacks_its_gpu_memory(w
         after = await lap.serve(a_load(2, assignment=on_gpu))
         after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
         after.report_line(STATUS)
-        await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
+        await lap.receive(WorkerStatus, lambda status: status.epoch == 2)
         assert (lap.less_of_the_gpu, lap.printed[2:]) == (0, []), "plans are as they were"
         await lap.parts.release(1)
         await before.ended()
@@ -733,10 +735,10 @@ async def test_a_ring_that_cannot_continue_is_reported_once(worker, event, fault
 async def test_a_repeated_load_or_link_changes_nothing(worker):
     async with worker() as lap:
         process = await lap.serve(a_load(1))
-        told, revision = len(lap.reported), lap.parts.standing.revision
+        reports, revision = len(lap.reported), lap.parts.standing.revision
         await lap.parts.start(a_load(1), PROFILE)
         await lap.parts.link(1, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
-        assert (len(lap.reported), lap.parts.standing.revision) == (told, revision)
+        assert (len(lap.reported), lap.parts.standing.revision) == (reports, revision)
         assert lap.parts.is_serving
         assert [type(command) for command in process.commands].count(Connect) == 1
 
