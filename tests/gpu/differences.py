@@ -1,9 +1,9 @@
-"""``python -m tests.gpu.differences FOLDER [apart]``: how far logits with layers on the GPU differ from the CPU's.
+"""``python -m tests.gpu.differences FOLDER [experts-on-cpu]``: how far logits with layers on the GPU differ from the CPU's.
 
-With ``apart``, experts stay on the CPU. Each line of standard input names an architecture. The reply is a line of JSON:
-the name, whether the GPU has flash attention for the model's heads, the differences of whole models in llama.cpp, and
-those of windows by placement. It runs in a process of its own because a device may end it, and takes several
-architectures because most of the time goes into compiling shaders.
+With ``experts-on-cpu``, experts stay on the CPU. Each line of standard input names an architecture. The reply is a
+line of JSON: the name, whether the GPU has flash attention for the model's heads, the differences of whole models in
+llama.cpp, and those of windows by placement. It runs in a process of its own because a device may end it, and takes
+several architectures because most of the time goes into compiling shaders.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def whole_places(each: int, few: int) -> list[tuple[int | None, bool]]:
     return [(0, True), (each, True), (None, False), (few, False), (each, False), (each + 1, False), (3 * each, False)]
 
 
-APART = ("the middle window alone", "few layers of each window", "all")
+MIXTURE_PLACES = ("the middle window alone", "few layers of each window", "all")
 
 
 def fewest(header: Header, first: int, last: int) -> int:
@@ -77,7 +77,7 @@ def write_for_three_windows(path: Path, architecture: str) -> Header:
     return header
 
 
-def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -> dict[str, object]:
+def differences(architecture: str, folder: Path, backend: str, *, experts_on_cpu: bool) -> dict[str, object]:
     """Differences of whole models and of windows on a GPU of this ``backend``."""
     header = write_for_three_windows(folder / "model.gguf", architecture)
     each = layer_count(header) // 3
@@ -89,17 +89,21 @@ def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -
         return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
     whole = [
-        differs(whole_logits(header, on_gpu, chunks, prefill_offload=prefill_offload, apart=apart)[1])
-        for on_gpu, prefill_offload in ([(each, False), (3 * each, False)] if apart else whole_places(each, few))
+        differs(whole_logits(header, on_gpu, chunks, prefill_offload=prefill_offload, experts_on_cpu=experts_on_cpu)[1])
+        for on_gpu, prefill_offload in (
+            [(each, False), (3 * each, False)] if experts_on_cpu else whole_places(each, few)
+        )
     ]
     of_windows = tuple(fewest(header, first, last) for first, last in pairwise(cuts))
     found = {}
     for number, (name, (on_gpu, prefill_offload)) in enumerate(places(each, of_windows).items()):
-        if apart and name not in APART:
+        if experts_on_cpu and name not in MIXTURE_PLACES:
             continue
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, cuts, of_route, on_gpu=on_gpu, prefill_offload=prefill_offload, apart=apart)
+        route = Route(
+            header, cuts, of_route, on_gpu=on_gpu, prefill_offload=prefill_offload, experts_on_cpu=experts_on_cpu
+        )
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))
@@ -110,18 +114,18 @@ def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -
     return {"architecture": architecture, "flash": flash, "whole": whole, "windows": found}
 
 
-def main(folder: Path, *, apart: bool) -> None:
+def main(folder: Path, *, experts_on_cpu: bool) -> None:
     """Answer each line of standard input."""
     backend = next(list_gpus()).backend
     for line in sys.stdin:
         architecture = line.strip()
         own = folder / architecture
         own.mkdir()
-        reported = differences(architecture, own, backend, apart=apart)
+        reported = differences(architecture, own, backend, experts_on_cpu=experts_on_cpu)
         shutil.rmtree(own)
         sys.stdout.write(json.dumps(reported) + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), apart="apart" in sys.argv[2:])
+    main(Path(sys.argv[1]), experts_on_cpu="experts-on-cpu" in sys.argv[2:])

@@ -89,7 +89,7 @@ def broken_driver(folder: Path, fault: str) -> dict[str, str]:
     return {"VK_ICD_FILENAMES": str(_compiled(folder, _SOURCE.format(fault=FAULTS[fault])))}
 
 
-def with_one_that_is_lost(folder: Path, lost: Path) -> dict[str, str]:
+def with_lost_gpu(folder: Path, lost: Path) -> dict[str, str]:
     """The environment that shows the software device by two drivers; one loses it once the file ``lost`` exists."""
     manifest = os.environ.get("VK_ICD_FILENAMES") or next(
         (str(path) for path in Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json")), ""

@@ -37,7 +37,7 @@ SPLITS: dict[str, tuple[int, ...]] = {"one": (), "both": (2, 1, 3), "the other":
 _BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS|LoRA) buffer size = +([0-9.]+) MiB")
 
 
-class Taken(logging.Handler):
+class AllocationLog(logging.Handler):
     """Adds up the memory that llama.cpp logs for each GPU."""
 
     def __init__(self) -> None:
@@ -85,19 +85,19 @@ def halves(architecture: str, folder: Path, gpus: Sequence[str]) -> dict[str, ob
     chunks, _ = whole_logits(header)
     found: dict[str, object] = {"architecture": architecture}
     for name, others in SPLITS.items():
-        own, taken = folder / name, Taken()
+        own, allocations = folder / name, AllocationLog()
         own.mkdir()
-        logging.getLogger("primad.engine.binding").addHandler(taken)
+        logging.getLogger("primad.engine.binding").addHandler(allocations)
         route, position, logits = Route(header, CUTS, own, options, (4, 4, 4), others=others), 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))
             position += len(tokens)
         route.release()
-        logging.getLogger("primad.engine.binding").removeHandler(taken)
+        logging.getLogger("primad.engine.binding").removeHandler(allocations)
         digest = hashlib.blake2b(np.concatenate(logits).tobytes()).hexdigest()
         found[name] = {
             "logits": digest,
-            "taken": {gpu: taken.bytes.get(gpu, 0.0) for gpu in gpus[:2]},
+            "taken": {gpu: allocations.bytes.get(gpu, 0.0) for gpu in gpus[:2]},
             "planned": planned(header, options, others),
         }
     return found

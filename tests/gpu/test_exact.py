@@ -92,7 +92,7 @@ def child_of_mixtures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def child_of_mixtures_of_experts(tmp_path_factory):
-    yield from _child(tmp_path_factory, "apart")
+    yield from _child(tmp_path_factory, "experts-on-cpu")
 
 
 def check(architecture: str, reported: dict[str, Any] | str) -> None:

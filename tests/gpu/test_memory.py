@@ -63,13 +63,13 @@ def planned_bytes(header, plan: Plan, work: Workload = WORK, adapters: Sequence[
     return [each.vram_bytes - GPU_RUNTIME_BYTES for each in evaluate(plan, asked).devices]
 
 
-def taken_bytes(caplog, gpu) -> float:
+def allocated_bytes(caplog, gpu) -> float:
     """The GPU memory that llama.cpp has logged since the log was cleared."""
     found = [_BUFFER.search(record.getMessage()) for record in caplog.records]
     return sum(float(match[2]) * MIB for match in found if match is not None and match[1] == gpu.id)
 
 
-def taken_by_windows(caplog, gpu) -> list[float]:
+def allocated_by_windows(caplog, gpu) -> list[float]:
     """The same by window, in load order."""
     found: list[float] = []
     for record in caplog.records:
@@ -94,9 +94,9 @@ def _options(monkeypatch):
     monkeypatch.setattr("tests.shell.test_cut_exact.OPTIONS", options)
 
 
-def check(taken: float, planned: float, *, windows: int = 1) -> None:
+def check(allocated: float, planned: float, *, windows: int = 1) -> None:
     maximum = max(windows * MAX_OFF, MAX_SHARE * planned)
-    assert abs(taken - planned) <= maximum, f"{taken / MIB:.0f} of {planned / MIB:.0f} MiB"
+    assert abs(allocated - planned) <= maximum, f"{allocated / MIB:.0f} of {planned / MIB:.0f} MiB"
 
 
 @pytest.mark.parametrize("on_gpu", [30, 12])
@@ -112,7 +112,7 @@ def test_a_whole_model(smollm2, printed, gpu, on_gpu):
     options = msgspec.structs.replace(OPTIONS, context=CONTEXT, sequences=1)
     files = files_of(smollm2, (), assigned(30, on_gpu, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
-    check(taken_bytes(printed, gpu), *planned_bytes(header, plan))
+    check(allocated_bytes(printed, gpu), *planned_bytes(header, plan))
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_windows(smollm2, printed, gpu, on_gpu, prefill_offload, tmp_path):
     plan = plan.with_offload(plan.devices if prefill_offload else ())
     Route(header, cuts, tmp_path, on_gpu=on_gpu, prefill_offload=prefill_offload).release()
     planned = planned_bytes(header, plan)
-    check(taken_bytes(printed, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
+    check(allocated_bytes(printed, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
 
 
 def test_a_window_without_gpu_layers_takes_no_gpu_memory(smollm2, printed, gpu, tmp_path):
     Route(read_header(smollm2), [0, 10, 20, 30], tmp_path).release()
-    assert taken_bytes(printed, gpu) == 0
+    assert allocated_bytes(printed, gpu) == 0
 
 
 def test_experts_on_the_cpu_take_no_gpu_memory(printed, gpu, tmp_path):
@@ -152,9 +152,9 @@ def test_experts_on_the_cpu_take_no_gpu_memory(printed, gpu, tmp_path):
     route = tuple(Window(device=name, first=at, last=at + 2, gpu_layers=2, cpu_experts=2) for name, at in PLACES)
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
     planned = sum(planned_bytes(header, plan))
-    Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), apart=True).release()
+    Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), experts_on_cpu=True).release()
     assert planned < 5 * MAX_OFF
-    check(taken_bytes(printed, gpu), planned)
+    check(allocated_bytes(printed, gpu), planned)
 
 
 def test_adapters_take_gpu_memory_next_to_their_layers(printed, gpu, tmp_path):
@@ -170,7 +170,7 @@ def test_adapters_take_gpu_memory_next_to_their_layers(printed, gpu, tmp_path):
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), adapters=adapters).release()
     head, worker = planned_bytes(header, plan, adapters=adapters)
     assert worker - planned_bytes(header, plan)[1] > 1.5 * MAX_OFF
-    first, middle, tail = taken_by_windows(printed, gpu)
+    first, middle, tail = allocated_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
 
@@ -186,7 +186,7 @@ def test_without_flash_attention_scores_take_the_planned_memory(family, printed,
     printed.clear()
     Route(header, [0, 2, 4, 6], tmp_path, options, (2, 2, 2)).release()
     head, worker = planned_bytes(header, plan, work)
-    first, middle, tail = taken_by_windows(printed, gpu)
+    first, middle, tail = allocated_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
     assert first + tail + middle < head + worker, "no less is planned than taken"
@@ -214,7 +214,7 @@ def check_family(family: str, work: Workload, printed, gpu, folder) -> None:
     printed.clear()
     Route(header, cuts, folder, options, on_gpu).release()
     head, worker = planned_bytes(header, plan, work)
-    first, middle, tail = taken_by_windows(printed, gpu)
+    first, middle, tail = allocated_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
 

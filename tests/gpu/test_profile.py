@@ -19,7 +19,7 @@ from tests.e2e.streams import ask
 from tests.gpu.drivers import FAULTS, broken_driver
 
 NO_DRIVER = {"VK_ICD_FILENAMES": "/nowhere/driver.json", "VK_DRIVER_FILES": "/nowhere/driver.json"}
-NO_ROOM = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
+TOO_LITTLE_MEMORY = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
 BUSY = "let the machine come to rest"
 TRIES = 5
 _Found = TypeVar("_Found")
@@ -101,7 +101,7 @@ def test_a_failing_driver_costs_no_device(home, tmp_path, fault, gpu):
 def test_a_gpu_without_memory_is_left_out(home, tmp_path, gpu):
     if gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} cannot be told to have no memory")
-    output, found = profile(home, tmp_path, "--quick", **NO_ROOM)
+    output, found = profile(home, tmp_path, "--quick", **TOO_LITTLE_MEMORY)
     assert found.gpu is None
     assert re.search(LEFT_OUT, output), output
 
@@ -111,7 +111,7 @@ def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fau
     """Neither worker nor head has a profile yet."""
     if fault in ("no room", *FAULTS) and gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} asks no Vulkan driver")
-    named = {"none": {}, "no driver": NO_DRIVER, "no room": NO_ROOM}
+    named = {"none": {}, "no driver": NO_DRIVER, "no room": TOO_LITTLE_MEMORY}
     for name, value in (named[fault] if fault in named else broken_driver(tmp_path, fault)).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "lap").mkdir()

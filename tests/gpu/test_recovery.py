@@ -14,7 +14,7 @@ from tests.e2e.streams import ask
 from tests.gpu.rings import gpu_layers, measured, ring_of_two
 
 WORKER_THREADS = 3
-NO_ROOM = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
+TOO_LITTLE_MEMORY = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def test_a_ring_process_with_gpu_layers_is_killed(ring):
 def test_a_gpu_without_room_serves_with_what_fits(ring_with, gpu):
     if gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} cannot be told to have no memory")
-    with ring_with(**NO_ROOM) as (head, worker):
+    with ring_with(**TOO_LITTLE_MEMORY) as (head, worker):
         reported = ask(head)
         assert (reported.finish, reported.error) == ("length", None), head.run.output
         worker.wait_for("the GPU has too little memory left: none of .* planned layers are on it")
         assert "Traceback" not in worker.output + head.run.output
 
 
-_TAKEN = """
+_ALLOCATE = """
 from primad.engine import devices
 
 asked = devices.own_memory_of
@@ -76,15 +76,15 @@ devices.own_memory_of = own_memory_of
 
 def test_layers_leave_the_gpu_when_other_programs_take_its_memory(ring_with, tmp_path):
     """No program really fills this device's memory: the ring process reads made-up values."""
-    taken = tmp_path / "taken"
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nFILE = {str(taken)!r}\n{_TAKEN}")
+    marker = tmp_path / "taken"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nFILE = {str(marker)!r}\n{_ALLOCATE}")
     folders = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     with ring_with(PYTHONPATH=folders) as (head, worker):
         before = gpu_layers(head)
         assert before > 0, head.run.output
 
         def take() -> None:
-            taken.touch()
+            marker.touch()
             worker.wait_for("other programs need memory of the GPU")
 
         reported = ask(head, take)

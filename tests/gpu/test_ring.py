@@ -29,10 +29,10 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def answers(smollm2, new_home, cluster, gpu, tmp_path):
+def ring_output(smollm2, new_home, cluster, gpu, tmp_path):
     """Gets an answer from a ring with a model of ``architecture``; returns the head's output."""
 
-    def answers(architecture: str, *arguments: object, changed: tuple[str, ...] = ()) -> str:
+    def ring_output(architecture: str, *arguments: object, changed: tuple[str, ...] = ()) -> str:
         model, more = tmp_path / "model.gguf", list[object]()
         synth.write_model(
             model, architecture=architecture, layers=LAYERS, vocabulary=f"from:{smollm2}", **WIDE[architecture]
@@ -53,18 +53,18 @@ def answers(smollm2, new_home, cluster, gpu, tmp_path):
             assert "Traceback" not in head.run.output + worker.output
             return head.run.output
 
-    return answers
+    return ring_output
 
 
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
-def test_experts_are_on_the_gpu_or_not(answers, place):
-    output = answers("qwen3moe", "--experts", place)
+def test_experts_are_on_the_gpu_or_not(ring_output, place):
+    output = ring_output("qwen3moe", "--experts", place)
     assert ("experts of" in output) == (place == "cpu"), output
 
 
-def test_adapters_and_rope_scaling_serve(answers):
-    answers("llama", "--rope-freq-base", 20_000, changed=("attn_q.weight", "attn_v.weight", "ffn_down.weight"))
+def test_adapters_and_rope_scaling_serve(ring_output):
+    ring_output("llama", "--rope-freq-base", 20_000, changed=("attn_q.weight", "attn_v.weight", "ffn_down.weight"))
 
 
-def test_layers_without_kv_cache_serve(answers):
-    answers("deci")
+def test_layers_without_kv_cache_serve(ring_output):
+    ring_output("deci")

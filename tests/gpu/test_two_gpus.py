@@ -17,7 +17,7 @@ from primad.profiler.gpus import list_gpus
 from primad.system.children.spawn import environment
 from tests.e2e.cluster import Head, Primad, wait_until
 from tests.e2e.streams import ask
-from tests.gpu.drivers import with_one_that_is_lost
+from tests.gpu.drivers import with_lost_gpu
 from tests.gpu.rings import gpu_layers, measured, ring_of_two
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,9 +71,9 @@ def test_windows_split_over_two_gpus_compute_the_same_as_on_one(architecture, re
 @pytest.mark.parametrize("where", ["one", "both", "the other"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_gpu_takes_its_planned_memory(architecture, where, reported):
-    taken, planned = (reported[architecture][where][name] for name in ("taken", "planned"))
+    allocated, planned = (reported[architecture][where][name] for name in ("taken", "planned"))
     for gpu, size in planned.items():
-        assert abs(taken.get(gpu, 0.0) - size) <= 3 * MAX_OFF, f"{gpu}: {taken} of {planned}"
+        assert abs(allocated.get(gpu, 0.0) - size) <= 3 * MAX_OFF, f"{gpu}: {allocated} of {planned}"
     assert min(planned.values()) > 0 or where != "both"
 
 
@@ -84,10 +84,10 @@ def ring(smollm2, new_home, cluster, gpu) -> Callable[..., AbstractContextManage
 
     @contextmanager
     def ring(each_bytes: int, others: Sequence[str], **named: str) -> Iterator[tuple[Head, Primad]]:
-        most = "--max-vram", f"{100 * each_bytes / gpu.vram_total_bytes:.6f}%"
+        limit = "--max-vram", f"{100 * each_bytes / gpu.vram_total_bytes:.6f}%"
         with (
             measured(gpu, homes[1], WORKER_THREADS, others=others),
-            ring_of_two(smollm2, homes, cluster, WORKER_THREADS, "--sequences", 1, of_worker=most, **named) as (
+            ring_of_two(smollm2, homes, cluster, WORKER_THREADS, "--sequences", 1, of_worker=limit, **named) as (
                 head,
                 worker,
             ),
@@ -107,11 +107,11 @@ def layers_by_gpu(head: Head) -> dict[str, int]:
 
 def test_a_ring_on_two_gpus_gives_the_text_of_one(ring, twice, other):
     with ring(2 * SOME_LAYERS_BYTES, []) as (head, _):
-        on_one, alone = gpu_layers(head), ask(head)
+        layers_on_one, single = gpu_layers(head), ask(head)
     with ring(SOME_LAYERS_BYTES, [other], **twice) as (head, _):
         assert min(layers_by_gpu(head).values()) > 0
-        assert gpu_layers(head) == on_one > 0
-        assert (ask(head).text, alone.error) == (alone.text, None)
+        assert gpu_layers(head) == layers_on_one > 0
+        assert (ask(head).text, single.error) == (single.text, None)
 
 
 def test_a_vanished_gpu_leaves_the_other_in_use(ring, twice, other):
@@ -130,7 +130,7 @@ def test_a_gpu_lost_during_a_response_leaves_the_other_in_use(ring, twice, other
     if not twice:
         pytest.skip("real GPUs stay where they are")
     lost = tmp_path / "lost"
-    with ring(SOME_LAYERS_BYTES, [other], **with_one_that_is_lost(tmp_path, lost)) as (head, worker):
+    with ring(SOME_LAYERS_BYTES, [other], **with_lost_gpu(tmp_path, lost)) as (head, worker):
         assert min(layers_by_gpu(head).values()) > 0
         answer = ask(head, lost.touch)
         assert (answer.finish, answer.error) == ("length", None), head.run.output + worker.output

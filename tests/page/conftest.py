@@ -29,8 +29,13 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
     if not Path(path).is_file():
         pytest.skip(f"{path}: no such browser; tools/test-page installs one")
     with sync_playwright() as playwright:
-        heard = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a fake microphone that beeps
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-proxy-server", *heard])
+        on_console = [
+            "--use-fake-device-for-media-stream",
+            "--use-fake-ui-for-media-stream",
+        ]  # a fake microphone that beeps
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--no-proxy-server", *on_console]
+        )
         yield browser
         browser.close()
 
@@ -40,7 +45,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Opens pages, each in its own browser profile; fails if one wrote to its console or shows a "null"."""
     pages, complaints = list[Page](), list[str]()
 
-    def heard(message: ConsoleMessage) -> None:
+    def on_console(message: ConsoleMessage) -> None:
         expected = "Failed to load resource" in message.text  # a refused request, which tests provoke
         if message.type in ("error", "warning") and not expected:
             complaints.append(message.text)
@@ -50,7 +55,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
         pages.append(page)
-        page.on("console", heard)
+        page.on("console", on_console)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)
         return page

@@ -28,7 +28,7 @@ class SlowBackend(FakeBackend):
     pause_s = 0.0
     loop: asyncio.AbstractEventLoop
 
-    def go_on(self, event: asyncio.Event) -> None:
+    def resume(self, event: asyncio.Event) -> None:
         """Let a script that waits for ``event`` continue."""
         self.loop.call_soon_threadsafe(event.set)
 
@@ -39,7 +39,7 @@ class SlowBackend(FakeBackend):
             yield event
 
 
-def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
+def backend_with(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
     """A head of two devices that answers with ``texts``."""
     backend = SlowBackend(replies(*texts), vocabulary=ByteVocabulary(chat_template=template))
     backend.pause_s = pause_s
@@ -67,11 +67,11 @@ def served(backend: FakeBackend, door: Door = OPEN, **more: Any) -> Iterator[str
             thread.join()
 
 
-def keep_chats(page: Page, *chats: list[str]) -> None:
+def store_chats(page: Page, *chats: list[str]) -> None:
     """Store conversations as the page does, latest first: alternating questions and answers; the first question is the
     title.
     """
-    kept = [
+    stored = [
         {
             "id": str(number),
             "title": printed[0],
@@ -84,10 +84,10 @@ def keep_chats(page: Page, *chats: list[str]) -> None:
         }
         for number, printed in enumerate(chats)
     ]
-    page.evaluate("kept => localStorage.setItem('primad.chats', JSON.stringify(kept))", kept)
+    page.evaluate("kept => localStorage.setItem('primad.chats', JSON.stringify(kept))", stored)
     page.reload()
 
 
-def say(page: Page, text: str) -> None:
+def send_message(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.e2e.cluster import Head, ring, run_primad
-from tests.page.head import say
+from tests.page.head import send_message
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = ("desk", "mini", "laptop")
@@ -25,7 +25,7 @@ def head(module_home, smollm2) -> Iterator[Head]:
 
 
 @pytest.fixture
-def answered(head, open_page) -> Page:
+def chat_with_pictures(head, open_page) -> Page:
     """The owner's page after an answer."""
     page = open_page(run_primad("page", "--print", "--head", f"desk:{head.port}").stdout.strip())
     expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
@@ -33,19 +33,19 @@ def answered(head, open_page) -> Page:
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Max tokens").fill("104")
     page.get_by_label("Settings").first.click()
-    say(page, QUESTION)
+    send_message(page, QUESTION)
     expect(page.get_by_label("Regenerate")).to_be_visible()
     return page
 
 
-def test_chat(answered):
-    answered.mouse.move(0, 0)
-    expect(answered.locator("#pill-text")).to_have_text("ready")
-    answered.screenshot(path=str(DOCS / "page-chat.png"))
+def test_chat(chat_with_pictures):
+    chat_with_pictures.mouse.move(0, 0)
+    expect(chat_with_pictures.locator("#pill-text")).to_have_text("ready")
+    chat_with_pictures.screenshot(path=str(DOCS / "page-chat.png"))
 
 
-def test_ring(answered):
-    say(answered, "Write a long story about a lighthouse and its keeper.")
-    answered.get_by_role("tab", name="Ring").click()
-    expect(answered.locator(".spark polyline")).to_have_attribute("points", re.compile(r"(\S+ ){8}"))
-    answered.screenshot(path=str(DOCS / "page-ring.png"))
+def test_ring(chat_with_pictures):
+    send_message(chat_with_pictures, "Write a long story about a lighthouse and its keeper.")
+    chat_with_pictures.get_by_role("tab", name="Ring").click()
+    expect(chat_with_pictures.locator(".spark polyline")).to_have_attribute("points", re.compile(r"(\S+ ){8}"))
+    chat_with_pictures.screenshot(path=str(DOCS / "page-ring.png"))

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from primad.api.http.access import Door
 from primad.api.http.keys import ApiKey, digest_of
 from tests.fakes.admin_api import FakeAdminApi, known
-from tests.page.head import GUEST, OWNER, PLAIN, answering, say, served
+from tests.page.head import GUEST, OWNER, PLAIN, backend_with, send_message, served
 
 THINKS = PLAIN + "{% if false %}<think></think>{% endif %}"
 HERMES = PLAIN + "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
@@ -24,9 +24,9 @@ HOSTILE = (
 
 
 def test_text_of_a_model_is_never_executed(open_page):
-    with served(answering(HOSTILE)) as url:
+    with served(backend_with(HOSTILE)) as url:
         page = open_page(url)
-        say(page, "<b>Hello</b>")
+        send_message(page, "<b>Hello</b>")
         answer = page.locator(".message.assistant .text")
         expect(page.get_by_label("Regenerate")).to_be_visible()
         expect(page.locator(".message.user .said")).to_have_text("<b>Hello</b>")
@@ -44,9 +44,9 @@ def test_text_of_a_model_is_never_executed(open_page):
 
 
 def test_thoughts_are_folded(open_page):
-    with served(answering("<think>\nLet me see.\n</think>\n\nForty-two.", template=THINKS)) as url:
+    with served(backend_with("<think>\nLet me see.\n</think>\n\nForty-two.", template=THINKS)) as url:
         page = open_page(url)
-        say(page, "What is the answer?")
+        send_message(page, "What is the answer?")
         summary = page.locator("details.thoughts summary")
         expect(summary).to_have_text(re.compile("^Thought"))
         expect(page.locator(".message.assistant > .text")).to_have_text("Forty-two.")
@@ -57,14 +57,14 @@ def test_thoughts_are_folded(open_page):
 
 def test_tool_calls_are_shown_and_results_are_entered_by_hand(open_page):
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "ring"}}\n</tool_call>'
-    backend = answering(call, template=HERMES)
+    backend = backend_with(call, template=HERMES)
     with served(backend) as url:
         page = open_page(url)
         page.get_by_label("Settings").first.click()
         word = {"type": "object", "properties": {"word": {"type": "string"}}}
         tool = json.dumps([{"type": "function", "function": {"name": "look_up", "parameters": word}}])
         page.get_by_label("Tools (JSON)").fill(tool)
-        say(page, "What is a ring?")
+        send_message(page, "What is a ring?")
         expect(page.locator(".call")).to_contain_text("look_up")
         expect(page.locator(".call pre")).to_contain_text('"word": "ring"')
         page.get_by_label("Result of look_up").fill("a circle")
@@ -74,10 +74,10 @@ def test_tool_calls_are_shown_and_results_are_entered_by_hand(open_page):
 
 
 def test_a_chat_is_stopped_regenerated_edited_and_saved(open_page):
-    backend = answering("word " * 400, pause_s=0.02)
+    backend = backend_with("word " * 400, pause_s=0.02)
     with served(backend) as url:
         page = open_page(url)
-        say(page, "Tell me a story")
+        send_message(page, "Tell me a story")
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
         page.get_by_label("Stop", exact=True).click()
         expect(page.locator(".stats")).to_contain_text("stopped")
@@ -99,10 +99,10 @@ def test_a_chat_is_stopped_regenerated_edited_and_saved(open_page):
 
 
 def test_a_page_closed_during_a_response_keeps_the_question_and_the_text_so_far(open_page):
-    backend = answering("word " * 400, pause_s=0.02)
+    backend = backend_with("word " * 400, pause_s=0.02)
     with served(backend) as url:
         page = open_page(url)
-        say(page, "Tell me a story")
+        send_message(page, "Tell me a story")
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
         page.reload()
         expect(page.locator(".message.user .said")).to_have_text("Tell me a story")
@@ -122,24 +122,24 @@ def test_a_page_closed_during_a_response_keeps_the_question_and_the_text_so_far(
 
 
 def test_settings_are_sent_and_a_wrong_one_is_named(open_page):
-    backend = answering("Hi")
+    backend = backend_with("Hi")
     with served(backend) as url:
         page = open_page(url)
         page.get_by_label("Settings").first.click()
         page.get_by_label("System prompt").fill("Be brief")
         page.get_by_label("Temperature").fill("0.5")
-        say(page, "Hello")
+        send_message(page, "Hello")
         expect(page.locator(".message.assistant .text")).to_have_text("Hi")
         (call,) = backend.calls
         assert call.sampling.temperature == 0.5
         assert bytes(call.prompt[1:] if call.prompt[0] > 255 else call.prompt).startswith(b"system: Be brief")
         page.get_by_label("Temperature").fill("9")
-        say(page, "Again")
+        send_message(page, "Again")
         expect(page.get_by_role("alert")).to_contain_text("temperature")
 
 
 def test_an_api_key_is_requested_and_saved(open_page, serious):
-    with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
+    with served(backend_with("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
         page = open_page(url)
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("requires a key")
@@ -147,7 +147,7 @@ def test_an_api_key_is_requested_and_saved(open_page, serious):
         page.get_by_label("API key", exact=True).last.fill(GUEST)
         page.keyboard.press("Enter")
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
-        say(page, "Hello")
+        send_message(page, "Hello")
         expect(page.locator(".message.assistant .text")).to_have_text("Hi")
         page.reload()
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
@@ -156,15 +156,15 @@ def test_an_api_key_is_requested_and_saved(open_page, serious):
 
 
 def test_a_hidden_tab_requests_nothing_until_it_is_shown(open_page):
-    with served(answering("Hi")) as url:
+    with served(backend_with("Hi")) as url:
         page = open_page(url)
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
         with page.expect_event("requestfailed", lambda request: request.url.endswith("/ui/events")):
             turn(page, hidden=True)
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
         turn(page, hidden=True)
-        assert not asked
+        assert not requests
         with page.expect_request("**/ui/events"):
             turn(page, hidden=False)
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
@@ -182,7 +182,7 @@ def turn(page: Page, *, hidden: bool) -> None:
 
 
 def test_tabs_are_chosen_by_arrow_keys(open_page):
-    with served(answering("Hi")) as url:
+    with served(backend_with("Hi")) as url:
         page = open_page(url)
         page.get_by_role("tab", name="Chat").focus()
         page.keyboard.press("ArrowRight")
@@ -202,10 +202,10 @@ def test_tabs_are_chosen_by_arrow_keys(open_page):
 @pytest.mark.parametrize("width", [1180, 360])
 def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
     admin_api = FakeAdminApi([known("mini"), known("sofa", "no"), known("old", "revoked")])
-    with served(answering(HOSTILE), admin_api=admin_api) as url:
+    with served(backend_with(HOSTILE), admin_api=admin_api) as url:
         page = open_page(as_owner(url), color_scheme=scheme, viewport={"width": width, "height": 760})
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
-        say(page, "Hello")
+        send_message(page, "Hello")
         expect(page.get_by_label("Regenerate")).to_be_visible()
         assert serious(page) == []
         page.get_by_label("Settings").first.click()
@@ -225,7 +225,7 @@ def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
 
 def test_the_owner_pauses_caps_and_approves(open_page):
     admin_api = FakeAdminApi([known("mini"), known("sofa", "no")])
-    with served(answering("Hi"), admin_api=admin_api) as url:
+    with served(backend_with("Hi"), admin_api=admin_api) as url:
         page = open_page(as_owner(url))
         page.get_by_role("tab", name="Devices").click()
         page.get_by_role("button", name="Pause").click()
@@ -243,7 +243,7 @@ def test_the_owner_pauses_caps_and_approves(open_page):
 
 def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
     admin_api = FakeAdminApi()
-    with served(answering("Hi"), admin_api=admin_api) as url:
+    with served(backend_with("Hi"), admin_api=admin_api) as url:
         page = open_page(as_owner(url), viewport={"width": 390, "height": 400})
         page.get_by_role("tab", name="Devices").click()
         page.get_by_label("Its code").fill("7-lamp-river")

@@ -10,7 +10,7 @@ from primad.api.answering.models import ModelState
 from primad.library.pull_progress import PullProgress
 from primad.settings.timings import ApiTimings
 from tests.fakes.models import FakeModels, backend_of, without_model
-from tests.page.head import OWNER, PLAIN, say, served
+from tests.page.head import OWNER, PLAIN, send_message, served
 
 QUICK = ApiTimings(page_every_s=0.05, admitted_s=0.05)
 
@@ -32,7 +32,7 @@ def test_a_model_is_chosen_loads_before_its_response_and_stays_chosen(open_page,
     with served(without_model(), models=models, timings=QUICK) as url:
         page = open_page(url)
         page.get_by_label("Model", exact=True).select_option("two")
-        say(page, "Who are you?")
+        send_message(page, "Who are you?")
         expect(page.locator(".message .reading")).to_contain_text("Ready in about 12 s.")
         assert serious(page) == []
         models.loop.call_soon_threadsafe(models.gates["two"].set)
@@ -40,7 +40,7 @@ def test_a_model_is_chosen_loads_before_its_response_and_stays_chosen(open_page,
         page.reload()
         expect(page.get_by_label("Model", exact=True)).to_have_value("two")
         page.get_by_label("Model", exact=True).select_option("one")
-        say(page, "And now?")
+        send_message(page, "And now?")
         expect(page.locator(".message.assistant .text").last).to_have_text("I am one")
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from playwright.sync_api import expect
 
-from tests.page.head import answering, say, served
+from tests.page.head import backend_with, send_message, served
 from tools.lab.mmproj import noise, tone
 
 DROP = """([name, data]) => {
@@ -24,7 +24,7 @@ DROP = """([name, data]) => {
 
 
 def test_pictures_are_added_shown_with_their_cost_and_sent(open_page):
-    backend = answering("Noise.")
+    backend = backend_with("Noise.")
     backend.served = replace(backend.served, sees=True)
     with served(backend) as url:
         page = open_page(url)
@@ -37,7 +37,7 @@ def test_pictures_are_added_shown_with_their_cost_and_sent(open_page):
         expect(row.get_by_text("6 tokens")).to_have_count(3)
         page.get_by_label("Remove b.png").last.click()
         expect(row).to_have_count(2)
-        say(page, "What is it?")
+        send_message(page, "What is it?")
         expect(page.locator(".message.user img")).to_have_count(2)
         expect(page.locator(".message.assistant .text")).to_have_text("Noise.")
         expect(row).to_have_count(0)
@@ -47,7 +47,7 @@ def test_pictures_are_added_shown_with_their_cost_and_sent(open_page):
 
 
 def test_without_an_encoder_the_page_names_the_missing_file(open_page):
-    backend = answering("Noise.")
+    backend = backend_with("Noise.")
     backend.served = replace(backend.served, lacks_encoder="put mmproj.gguf beside it")
     with served(backend) as url:
         page = open_page(url)
@@ -56,7 +56,7 @@ def test_without_an_encoder_the_page_names_the_missing_file(open_page):
 
 
 def test_audio_is_chosen_or_recorded_played_removed_and_sent_if_the_model_takes_it(open_page):
-    backend = answering("A beep.")
+    backend = backend_with("A beep.")
     backend.served = replace(backend.served, sees=True)
     with served(backend) as url:
         page = open_page(url)
@@ -78,7 +78,7 @@ def test_audio_is_chosen_or_recorded_played_removed_and_sent_if_the_model_takes_
         expect(row.get_by_text("6 tokens")).to_have_count(2)
         page.get_by_label("Remove a.wav").click()
         expect(row).to_have_count(1)
-        say(page, "What is it?")
+        send_message(page, "What is it?")
         expect(page.locator(".message.user audio")).to_have_count(1)
         expect(page.locator(".message.assistant .text")).to_have_text("A beep.")
         assert len(backend.calls[-1].pictures) == 1

@@ -37,7 +37,7 @@ def owned(devices, module_home, open_page) -> Callable[[], Page]:
     return opened
 
 
-def say(page: Page, text: str, *, maximum: int | None = None) -> None:
+def send_message(page: Page, text: str, *, maximum: int | None = None) -> None:
     """Ask ``text`` with at most ``maximum`` tokens of answer."""
     if maximum is not None:
         page.get_by_label("Settings").first.click()
@@ -57,7 +57,7 @@ def test_the_page_loads_and_chats(owned, serious):
     page.get_by_label("Settings").first.click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Settings").first.click()
-    say(page, "Write a Python function that adds two numbers, and explain how it works.", maximum=104)
+    send_message(page, "Write a Python function that adds two numbers, and explain how it works.", maximum=104)
     expect(page.get_by_label("Regenerate")).to_be_visible()
     expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · decode .* tokens/s · TTFT "))
     assert len(page.locator(".message.assistant .text").inner_text()) > 10
@@ -67,7 +67,7 @@ def test_the_page_loads_and_chats(owned, serious):
 def test_the_shown_ring_is_that_of_the_status(devices, owned, serious):
     head, _ = devices
     page = owned()
-    say(page, "Write a long story about a lighthouse and its keeper.", maximum=300)
+    send_message(page, "Write a long story about a lighthouse and its keeper.", maximum=300)
     page.get_by_role("tab", name="Ring").click()
     expect(page.locator(".picture .under").first).to_have_text("tokens/s decode")
     status = head.status()
@@ -134,7 +134,7 @@ def test_a_paused_device_leaves_the_ring_and_returns_when_resumed(owned):
 def test_a_dead_device_is_shown_as_lost_and_the_response_continues(devices, owned):
     _, workers = devices
     page = owned()
-    say(page, "Write a long story about a lighthouse and its keeper.", maximum=400)
+    send_message(page, "Write a long story about a lighthouse and its keeper.", maximum=400)
     expect(page.locator(".message.assistant .text")).to_contain_text(re.compile(r"\w+ \w+ \w+"))
     page.get_by_role("tab", name="Ring").click()
     workers["laptop"].kill()

@@ -15,7 +15,7 @@ from primad.errors import RingError
 from primad.ring.messages import PromptProgress
 from primad.settings.timings import ApiTimings
 from tests.fakes.status import device, ring
-from tests.page.head import GUEST, answering, keep_chats, say, served
+from tests.page.head import GUEST, backend_with, send_message, served, store_chats
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 TABLET = {"viewport": {"width": 1280, "height": 800}, "has_touch": True, "is_mobile": True}
@@ -29,9 +29,9 @@ at_both_widths = pytest.mark.parametrize("screen", [PHONE, DESK], ids=["390", "1
 
 @pytest.mark.parametrize("screen", [PHONE, TABLET], ids=["390", "1280"])
 def test_a_deletion_is_visible_on_a_touch_screen_and_can_be_undone(open_page, serious, screen):
-    with served(answering("Hi")) as url:
+    with served(backend_with("Hi")) as url:
         page = open_page(url, **screen)
-        keep_chats(page, ["first", "one"], ["second", "two"])
+        store_chats(page, ["first", "one"], ["second", "two"])
         if screen is PHONE:
             page.get_by_role("button", name="Conversations").click()
         for title in ("first", "second"):
@@ -50,9 +50,9 @@ def test_a_deletion_is_visible_on_a_touch_screen_and_can_be_undone(open_page, se
 
 
 def test_a_conversation_deleted_during_a_response_stays_deleted(open_page):
-    with served(answering("word", asyncio.Event())) as url:
+    with served(backend_with("word", asyncio.Event())) as url:
         page = open_page(url)
-        say(page, "Tell me a story")
+        send_message(page, "Tell me a story")
         expect(page.locator(".message.assistant .text")).to_have_text("word")
         with page.expect_event("requestfailed"):
             page.get_by_label('Delete "Tell me a story"').click()
@@ -66,15 +66,15 @@ def test_a_conversation_deleted_during_a_response_stays_deleted(open_page):
 @pytest.mark.parametrize("ends", [None, RingError("the ring broke")], ids=["well", "badly"])
 def test_a_scrolled_up_view_stays_in_place_when_a_response_ends_and_shows_its_error(open_page, screen, ends):
     event = asyncio.Event()
-    backend = answering("word", event, *([ends] if ends else ["!"]))
+    backend = backend_with("word", event, *([ends] if ends else ["!"]))
     with served(backend) as url:
         page = open_page(url, **screen)
-        keep_chats(page, LONG)
-        say(page, "Go on")
+        store_chats(page, LONG)
+        send_message(page, "Go on")
         expect(page.locator(".message.assistant .text").last).to_have_text("word")
         log = page.locator("#log")
         log.evaluate("log => (log.scrollTop = 100)")
-        backend.go_on(event)
+        backend.resume(event)
         expect(page.get_by_label("Send", exact=True)).to_be_visible()
         assert log.evaluate("log => log.scrollTop") == 100
         if ends:
@@ -85,17 +85,17 @@ def test_a_scrolled_up_view_stays_in_place_when_a_response_ends_and_shows_its_er
 @at_both_widths
 def test_the_progress_of_a_prompt_is_shown(open_page, serious, screen):
     event = asyncio.Event()
-    backend = answering(PromptProgress(request=1, tokens=7), event, "Hi")
+    backend = backend_with(PromptProgress(request=1, tokens=7), event, "Hi")
     with served(backend) as url:
         page = open_page(url, **screen)
-        say(page, "A long prompt")
+        send_message(page, "A long prompt")
         progress = page.get_by_label("Prompt", exact=True)
         expect(progress).to_be_in_viewport(ratio=1)
         total = len(backend.calls[0].prompt)
         assert progress.evaluate("bar => [bar.value, bar.max]") == [7, total]
         expect(page.locator(".reading")).to_have_text(f"7 of {total} tokens of the prompt")
         assert serious(page) == []
-        backend.go_on(event)
+        backend.resume(event)
         expect(page.locator(".message.assistant .text")).to_have_text("Hi")
         expect(progress).to_have_count(0)
 
@@ -117,11 +117,11 @@ WRITTEN = (
 
 @at_both_widths
 def test_formulas_tasks_images_and_tables_of_a_response_are_rendered(open_page, serious, screen):
-    with served(answering(WRITTEN)) as url:
+    with served(backend_with(WRITTEN)) as url:
         page = open_page(url, **screen)
-        asked = list[str]()
-        page.on("request", lambda request: asked.append(request.url))
-        say(page, "Hello")
+        requests = list[str]()
+        page.on("request", lambda request: requests.append(request.url))
+        send_message(page, "Hello")
         expect(page.get_by_label("Regenerate")).to_be_visible()
         text = page.locator(".message.assistant .text")
         shown = text.locator(".formula").evaluate_all("all => all.map(each => each.textContent)")
@@ -135,15 +135,15 @@ def test_formulas_tasks_images_and_tables_of_a_response_are_rendered(open_page, 
             ["Image: a cat", "https://example.org/cat.png"],
             ["Image: a badge", "https://example.org/"],
         ]
-        assert all(each.startswith(url) for each in asked)
+        assert all(each.startswith(url) for each in requests)
         assert lines_of_words(text.locator("th, td")) == [1] * 2 * len(WORDS)
         assert page.evaluate("document.documentElement.scrollWidth") <= screen["viewport"]["width"]
         assert serious(page) == []
 
 
-def lines_of_words(cells: Locator) -> list[int]:
+def lines_of_words(locator: Locator) -> list[int]:
     """The number of lines that the text of each cell takes."""
-    return cells.evaluate_all("""all => all.map(each => {
+    return locator.evaluate_all("""all => all.map(each => {
         const range = document.createRange();
         range.selectNodeContents(each);
         return new Set([...range.getClientRects()].map(line => line.top)).size;
@@ -152,7 +152,7 @@ def lines_of_words(cells: Locator) -> list[int]:
 
 @at_both_widths
 def test_a_wrong_key_is_reported_in_its_dialog(open_page, serious, screen):
-    with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
+    with served(backend_with("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
         page = open_page(url, **screen)
         dialog = page.get_by_role("dialog")
         expect(dialog.get_by_role("alert")).to_have_count(0)
@@ -172,7 +172,7 @@ def test_a_wrong_key_is_reported_in_its_dialog(open_page, serious, screen):
 
 @at_both_widths
 def test_a_device_keeps_its_colour_while_others_come_and_go(open_page, screen):
-    backend = answering("Hi")
+    backend = backend_with("Hi")
     with served(backend, timings=QUICK) as url:
         page = open_page(url + "#ring", **screen)
 
@@ -201,7 +201,7 @@ def test_a_device_keeps_its_colour_while_others_come_and_go(open_page, screen):
 @pytest.mark.parametrize("number", [2, 3, 8])
 def test_labels_of_the_ring_do_not_overlap_and_name_every_device(open_page, serious, screen, number):
     names = HOMES[:number]
-    backend = answering("Hi")
+    backend = backend_with("Hi")
     split = [
         msgspec.structs.replace(device(name), windows=[(at, at + 1), (at + 8, at + 9)]) for at, name in enumerate(names)
     ]
@@ -238,7 +238,7 @@ def overlaps(one: tuple, others: list[tuple]) -> list[tuple[str, str]]:
 @at_both_widths
 def test_there_is_one_speed_and_it_has_a_name(open_page, screen):
     event = asyncio.Event()
-    backend = answering("Hi", event, " there")
+    backend = backend_with("Hi", event, " there")
     measured = CompletionFigures(tpot_ms=50.0, predicted_tpot_ms=40.0, wrong=None)
     backend.ring |= {
         "measured": msgspec.to_builtins(measured),
@@ -247,9 +247,9 @@ def test_there_is_one_speed_and_it_has_a_name(open_page, screen):
     with served(backend, timings=QUICK) as url:
         page = open_page(url, **screen)
         expect(page.locator("#pill-text")).to_have_text("ready")
-        say(page, "Hello")
+        send_message(page, "Hello")
         expect(page.locator("#pill-text")).to_have_text("answering")
-        backend.go_on(event)
+        backend.resume(event)
         expect(page.locator(".stats")).to_contain_text("decode")
         page.get_by_role("tab", name="Ring").click()
         expect(page.locator(".picture .speed")).to_have_text("20.0")
