@@ -154,8 +154,8 @@ def forks() -> Iterator[None]:
 def _figures(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Add the times that the test records to the report."""
     yield
-    for promise, seconds in figures.taken():
-        record_property(promise, seconds)
+    for limit, seconds in figures.take():
+        record_property(limit, seconds)
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     while running:
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
-            _hear(config, connection, running, left)
+            _handle(config, connection, running, left)
             if session.shouldfail or session.shouldstop:
                 left.clear()
     if session.shouldfail:
@@ -77,7 +77,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _hear(config: pytest.Config, connection: Connection, running: dict[Connection, Process], left: deque[int]) -> None:
+def _handle(
+    config: pytest.Config, connection: Connection, running: dict[Connection, Process], left: deque[int]
+) -> None:
     """Handle a report, or a process that asks for a file: send the next one, None if none is left."""
     process = running[connection]
     try:
@@ -87,7 +89,7 @@ def _hear(config: pytest.Config, connection: Connection, running: dict[Connectio
         connection.close()
         _, status = os.waitpid(process.pid, 0)
         if not process.has_ended or status:
-            reason = f"the process of tests ended ({os.waitstatus_to_exitcode(status)}) behind {process.last}"
+            reason = f"the process of tests ended ({os.waitstatus_to_exitcode(status)}) after {process.last}"
             report = pytest.TestReport(process.last, process.location, {}, "failed", reason, "call")
             config.hook.pytest_runtest_logreport(report=report)
         return
@@ -104,7 +106,7 @@ def _run(
     session: pytest.Session, files: list[list[pytest.Item]], connection: Connection, number: int, count: int
 ) -> NoReturn:
     """Run files until there are none left."""
-    _be_alone(session.config, number, count)
+    _isolate(session.config, number, count)
     session.config.pluginmanager.register(Reports(session.config, connection))
     protocol, status = session.config.hook.pytest_runtest_protocol, 1
     try:
@@ -128,7 +130,7 @@ def _next(connection: Connection) -> int | None:
     return at
 
 
-def _be_alone(config: pytest.Config, number: int, count: int) -> None:
+def _isolate(config: pytest.Config, number: int, count: int) -> None:
     """Share nothing with other processes: no captured output, temporary files or terminal."""
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(count)
     capture = config.pluginmanager.getplugin("capturemanager")

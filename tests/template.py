@@ -62,26 +62,26 @@ def _wait(connection: socket.socket) -> None:
         if not size:
             return
         start = msgspec.msgpack.decode(exactly(connection, *SIZE.unpack(size)), type=Start)
-        reported, tell = os.pipe()
+        reported, report = os.pipe()
         middle = os.fork()
         if not middle:
             pid = os.fork()
             if pid:
-                os.write(tell, SIZE.pack(pid))
+                os.write(report, SIZE.pack(pid))
                 os._exit(0)
             for each in (reported, connection.fileno()):
                 os.close(each)
-            _begin(start, descriptors, tell)
+            _begin(start, descriptors, report)
         os.waitpid(middle, 0)
-        os.close(tell)
+        os.close(report)
         with os.fdopen(reported, "rb") as number:
             connection.sendall(number.read())  # EOF comes once the new process shows its own arguments
         for each in descriptors:
             os.close(each)
 
 
-def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
-    """Become the requested process; ``tell`` is closed once the system shows it as such."""
+def _begin(start: Start, descriptors: list[int], report: int) -> NoReturn:
+    """Become the requested process; ``report`` is closed once the system shows it as such."""
     *descriptors, network = descriptors
     if start.leads:
         os.setsid()
@@ -90,7 +90,7 @@ def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
     os.close(network)
     high = max(start.places) + 1
     moved = [_above(each, high) for each in descriptors]
-    tell = _above(tell, high)
+    report = _above(report, high)
     for place, each in zip(start.places, moved, strict=True):
         os.dup2(each, place, inheritable=True)
         os.close(each)
@@ -105,18 +105,18 @@ def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    os._exit(_run(start, tell))
+    os._exit(_run(start, report))
 
 
-def _run(start: Start, tell: int) -> int:
+def _run(start: Start, report: int) -> int:
     """Run the requested module to its end; return the exit code."""
     sys.argv = list(map(os.fsdecode, start.arguments))
     code: Any = 0
     try:
         if start.module == COMMAND:
-            _be_asked(tell)
+            _offer_template(report)
         _show(start)
-        os.close(tell)
+        os.close(report)
         if start.module == COMMAND:
             import_module(COMMAND).main()
         else:
@@ -138,13 +138,13 @@ def _run(start: Start, tell: int) -> int:
     return code or 0
 
 
-def _be_asked(tell: int) -> None:
+def _offer_template(report: int) -> None:
     """Fork a template for the processes that this one will start."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
         ours.close()
-        os.close(tell)
+        os.close(report)
         nothing = os.open(os.devnull, os.O_RDWR)
         for each in (0, 1, 2):
             os.dup2(nothing, each)

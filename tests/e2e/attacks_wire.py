@@ -19,7 +19,7 @@ from primad.network.sockets import endpoint, open_socket
 from primad.trust.identity import Identity, new_identity
 from tests.e2e.cluster import PATIENCE_S
 from tests.figures import note
-from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_one_ends
+from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_first_ends
 from tests.shell.test_wire_attacks import GARBAGE
 
 MAX_HEARD_BYTES = 320
@@ -178,7 +178,7 @@ class Tap:
         self.talks.append(talk)
         there, back = self.carry(reader, far_writer, talk.up), self.carry(far_reader, writer, talk.down)
         try:
-            await until_one_ends(there, back, writer, far_writer)
+            await until_first_ends(there, back, writer, far_writer)
         finally:
             self.ended.set()
 
