@@ -273,7 +273,7 @@ def test_ring_passes_read_each_streamed_unit_at_most_once_and_no_resident_one(ri
         made.ring_pass()
     made.log.wait("read 4", 2)
     assert all(made.log.lines.count(f"read {unit}") <= 2 * (6 + 1) for unit in (0, 2, 4)), (
-        "one more ring pass: the read-ahead"
+        "one more pass: the read-ahead"
     )
     assert made.log.lines[:6] == [f"read {unit}" for unit in (1, 1, 3, 3, 5, 5)]
     assert not {f"{verb} {unit}" for verb in ("read", "release") for unit in (1, 3, 5)} & set(made.log.since(6))

@@ -68,5 +68,5 @@ def test_a_killed_process_is_a_failure_and_the_other_continues(tmp_path):
         (tmp_path / f"test_{name}.py").write_text(FILE)
     ended = run(tmp_path)
     assert ended.returncode == 1
-    assert re.search(r"the process of tests ended \(-9\) behind test_a.py::test_each\[0\]", ended.stdout)
+    assert re.search(r"the process of tests ended \(-9\) after test_a.py::test_each\[0\]", ended.stdout)
     assert "1 failed, 6 passed" in ended.stdout

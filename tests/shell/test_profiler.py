@@ -253,7 +253,7 @@ def test_the_main_type_is_timed_with_more_tokens_of_a_chunk_on_a_slow_device(tmp
     assert {task.chunk_s for task in machine.tasks if task.many_rows} == {0.0, 0.02 * Effort().seconds}
     for figures, rows, row_s in ((main, 256, 0.9), (other, 64, 1.0)):
         assert max(at.rows for at in figures.rows) == rows, (
-            "the main type's time for more tokens does not apply to other types"
+            "other types have no more tokens for it"
         )
         one_s = BIG.weight_bytes(figures.type) / machine.rate
         chunk_s = one_s + (50 / 64 * row_s * rows - 1) * one_s * 512 / rows
