@@ -118,9 +118,9 @@ async def test_all_devices_are_notified_of_unneeded_blocks_and_which_were_prompt
 
 async def test_blocks_that_only_some_devices_of_a_lost_ring_kept_are_dropped(lab):
     async with lab() as here:
-        (nas, lap), ring, _, request = await answering(here, "nas", "lap")
+        (nas, lap), ring, _, request = await serving_request(here, "nas", "lap")
         kept, unreported = blocks = chain(2)
-        store = own_cells(here, blocks)
+        store = own_blocks(here, blocks)
         ring.begin_to_keep(*blocks)
         ring.keep(request, kept)
         await lap.leave()
