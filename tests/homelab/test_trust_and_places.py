@@ -62,9 +62,11 @@ def test_a_device_that_is_revoked_is_told_and_serves_with_all_others_when_it_is_
             "a revoked this device and gives it no more work; to pair again type 'primad pair'"
         )
         cluster.wait_serving(detail="serving with 2 devices")
-        assert any("it revoked this device" in text for text in trust_findings(cluster, "b"))
+        wait_until(lambda: any("it revoked this device" in text for text in trust_findings(cluster, "b")), "b sees it")
         assert any(text.startswith("b was revoked here") for text in trust_findings(cluster, "a"))
-        assert "revoked this device" in [row["state"] for row in rows(cluster, "b").values()]
+        wait_until(
+            lambda: "revoked this device" in [row["state"] for row in rows(cluster, "b").values()], "devices shows it"
+        )
         run(cluster, "b", "pair", "--code", cluster.code()[0])
         cluster.wait_serving(detail="serving with 3 devices")
         assert "does not reach" not in cluster.logs(), cluster.logs()
