@@ -80,7 +80,12 @@ def machine_record(threads: int | None, speed: float = 1.0, others_cores: float 
         is_quick=False,
         pinned_threads=threads,
         ram_read_bytes_per_s=3e10,
-        cpu=replace(SEEDED_CPU, speeds=speeds(speed * 3e10, speed * 2e11)),
+        cpu=replace(
+            SEEDED_CPU,
+            step_s=SEEDED_CPU.step_s / speed,
+            layer_s=SEEDED_CPU.layer_s / speed,
+            speeds=speeds(speed * 3e10, speed * 2e11),
+        ),
         gpus=(),
         unused_gpus=(),
         others_cores=others_cores,

@@ -4,6 +4,7 @@
     client.py wait URL SECONDS [DETAIL] the same, once the status is 200 (with DETAIL) or at the timeout
     client.py chat URL BODY             request a streamed chat completion; BODY is JSON
     client.py status URL                the response of /status
+    client.py slots URL                 the response of /slots
 
 ``chat`` prints ``{"at": seconds, "status": 200}``, then ``{"at": ..., "event": {...}}`` for each event, finally
 ``{"at": ..., "end": how}``: ``done`` (after [DONE]), ``closed`` (without [DONE]) or the connection's error. Times are

@@ -186,6 +186,10 @@ class Cluster:
         """What the head's ``/status`` says."""
         return dict(self._client("status")["body"])
 
+    def is_answering(self) -> bool:
+        """Return whether a request is open."""
+        return any(slot["is_processing"] for slot in self._client("slots")["body"])
+
     def wait_serving(self, timeout_s: float = START_S, detail: str = "") -> float:
         """Wait until the head can serve, and its health check says ``detail`` if one is given; the time when it did.
 

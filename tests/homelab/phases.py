@@ -7,11 +7,8 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from tests.homelab.cluster import Cluster, home
 from tests.homelab.rig import LONG, STORY, STORY_TOKENS, TALE, Rig, wait_until
@@ -21,25 +18,28 @@ from tools.lab.device import Device, role
 
 MIN_LIMIT: Final = 1_000_000
 LITTLE_CPUS: Final = 0.25
+FASTEST: Final = 4.0
+"""Faster than any other device: corrections by measured requests are at most a factor of two."""
 MIDDLE_TOKENS: Final = 20
 LATE_TOKENS: Final = 800
-MIDDLE_CPU_S: Final = 0.05
-"""CPU time after which a worker, even with a single layer, is still early in a long prompt."""
 
 _ESTABLISHED: Final = "01"
 
 Reach = Callable[[Rig, str], Stream | None]
-"""Brings the worker of that name into the phase; returns the running completion, if any."""
+"""Brings the worker of that name into the phase; returns the running completion, if any: its ring is stopped until
+``Rig.go_on``."""
 
 
 def profiling(rig: Rig, name: str) -> None:
     """The worker is being profiled; it gets little CPU time, as this would end too soon otherwise."""
-    rig.take_out(name)
-    rig.mark()
-    rig.cluster.start_worker(name).wait_for("head .* is here")
-    rig.lab.device(name).slow(LITTLE_CPUS)
-    rig.wait_until(lambda: phase_of(rig, name) != "paired", "it says welcome")
-    assert phase_of(rig, name) == "profiled"
+    found = ""
+    while found != "profiled":  # profiling may end before the head is asked
+        rig.take_out(name)
+        rig.mark()
+        rig.cluster.start_worker(name).wait_for("head .* is here")
+        rig.lab.device(name).slow(LITTLE_CPUS)
+        rig.wait_until(lambda: phase_of(rig, name) != "paired", "it says welcome")
+        found = phase_of(rig, name)
 
 
 def phase_of(rig: Rig, name: str) -> str:
@@ -50,64 +50,77 @@ def phase_of(rig: Rig, name: str) -> str:
 
 def transfer(rig: Rig, name: str) -> None:
     """The worker has some layers and is receiving others. It counts as the fastest until the caller seeds it again, and
-    so gets the most layers. It is frozen in this state: on a busy machine the fault would come after the last layer.
-    """
+    so gets the most layers."""
     rig.take_out(name)
-    rig.cluster.seed(name, 2.0)
+    rig.cluster.seed(name, FASTEST)
+    while not is_caught_in_transfer(rig, name):
+        rig.take_out(name)
+
+
+def is_caught_in_transfer(rig: Rig, name: str) -> bool:
+    """Start a worker without layers and freeze it while it has some and is receiving others. Return False if all had
+    arrived before."""
+    device = rig.lab.device(name)
     layer_bytes = max(path.stat().st_size for path in rig.cache(name).glob("*.gguf"))
     shutil.rmtree(rig.cache(name))
     limit = f'transfer_limit = "{max(2 * layer_bytes, MIN_LIMIT)}B/s"\n'  # two layers per second, if the minimum allows
-    (home(rig.lab.device(name)) / "config.toml").write_text(limit, encoding="ascii")
+    (home(device) / "config.toml").write_text(limit, encoding="ascii")
     rig.mark()
     worker = rig.cluster.start_worker(name)
+    caught: list[bool] = []
 
-    def is_caught() -> bool:
+    def is_over() -> bool:
         if len(rig.whole_layers(name)) < 2:
             return False
-        rig.lab.device(name).freeze()
-        return True
+        device.freeze()
+        caught[:] = [any((rig.cache(name) / "partial").glob("*.part"))]
+        if not caught[0]:
+            device.thaw()
+        return caught[0] or "computing layers" in worker.output
 
-    rig.wait_until(is_caught, "layers arrive")
-    assert "computing layers" not in worker.output
+    rig.wait_until(is_over, "layers arrive")
+    return caught[0]
 
 
 def loading(rig: Rig, name: str) -> None:
     """The ring process is loading; the device gets little CPU time, as this would end too soon otherwise."""
-    rig.take_out(name)
-    rig.mark()
-    worker = rig.cluster.start_worker(name)
-    worker.wait_for("head .* is here")
     device = rig.lab.device(name)
-    device.slow(LITTLE_CPUS)
-    rig.wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, "it loads")
-    assert "computing layers" not in worker.output
+    while True:
+        rig.take_out(name)
+        rig.mark()
+        worker = rig.cluster.start_worker(name)
+        worker.wait_for("head .* is here")
+        device.slow(LITTLE_CPUS)
+        rig.wait_until(lambda: "ring" in {role(pid) for pid in device.pids()}, "it loads")
+        if "computing layers" not in worker.output:
+            return
+
+
+def in_its_middle(rig: Rig, ask: Callable[[], Stream]) -> Stream:
+    """Return a request that is still open, with the ring stopped; requests that ended before are repeated."""
+    while True:
+        stream = ask()
+        if rig.stand_still():
+            return stream
+        rig.go_on()
+        stream.wait_end()
 
 
 def prefill(rig: Rig, name: str) -> Stream:
-    """The ring computes a long prompt; the worker has begun, and no token has been sampled."""
+    """The ring computes a long prompt; every device has computed some of it, and no token has been sampled."""
+    del name
     rig.undisturbed(LONG)
     rig.mark()
-    device = rig.lab.device(name)
-    before = ring_cpu_s(device)
-    stream = rig.ask(LONG)
 
-    def is_under_way() -> bool:
-        return any(used_s >= before.get(pid, 0.0) + MIDDLE_CPU_S for pid, used_s in ring_cpu_s(device).items())
+    def begun() -> Stream:
+        stream = rig.ask(LONG, return_progress=True)
+        rig.wait_until(lambda: stream.read_share > 0, "it computes")
+        return stream
 
-    rig.wait_until(is_under_way, "it computes")
-    assert not stream.times, "the prompt was read already"
+    while (stream := in_its_middle(rig, begun)).times:  # the whole prompt was computed before
+        rig.go_on()
+        stream.wait_end()
     return stream
-
-
-def ring_cpu_s(device: Device) -> dict[int, float]:
-    """Return the CPU time that each ring process of a device has used."""
-    used_s = {}
-    for pid in device.pids():
-        with suppress(psutil.NoSuchProcess):
-            if role(pid) == "ring":
-                times = psutil.Process(pid).cpu_times()
-                used_s[pid] = times.user + times.system
-    return used_s
 
 
 def decode(rig: Rig, name: str) -> Stream:
@@ -115,8 +128,13 @@ def decode(rig: Rig, name: str) -> Stream:
     del name
     rig.undisturbed(STORY, STORY_TOKENS)
     rig.mark()
-    stream = rig.ask(STORY, STORY_TOKENS)
-    stream.wait_tokens(MIDDLE_TOKENS)
+    return in_its_middle(rig, lambda: begun(rig, STORY, STORY_TOKENS, MIDDLE_TOKENS))
+
+
+def begun(rig: Rig, prompt: str, tokens: int, count: int) -> Stream:
+    """Start a request and wait for ``count`` tokens."""
+    stream = rig.ask(prompt, tokens)
+    stream.wait_tokens(count)
     return stream
 
 
@@ -125,9 +143,7 @@ def long_answer(rig: Rig, name: str) -> Stream:
     del name
     rig.undisturbed(TALE, LATE_TOKENS + STORY_TOKENS)
     rig.mark()
-    stream = rig.ask(TALE, LATE_TOKENS + STORY_TOKENS)
-    stream.wait_tokens(LATE_TOKENS)
-    return stream
+    return in_its_middle(rig, lambda: begun(rig, TALE, LATE_TOKENS + STORY_TOKENS, LATE_TOKENS))
 
 
 def idle(rig: Rig, name: str) -> None:

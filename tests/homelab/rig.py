@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +27,6 @@ TOKENS: Final = 60
 STORY: Final = "Tell me a story of a castle in the mountains."
 TALE: Final = "Tell me the tale of seven islands and their kings."
 STORY_TOKENS: Final = 150
-"""Enough for an event in the middle to come well before the last token, even on a busy machine."""
 PATIENCE_S: Final = 180.0
 LONG_PATIENCE_S: Final = 200.0
 """For a device with little CPU time and its share of a long prompt or completion."""
@@ -55,6 +56,7 @@ class Rig:
         self._texts: dict[str, str] = {}
         self._at_fault: set[str] = set()
         self._marks: dict[str, tuple[Running, int]] = {}
+        self._still: list[int] = []
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Poll until ``holds`` returns True; show all logs on a timeout."""
@@ -66,9 +68,9 @@ class Rig:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def ask(self, prompt: str = SHORT, tokens: int = TOKENS) -> Stream:
-        """Start a request."""
-        return self.cluster.stream(prompt, tokens, **_PLAIN)
+    def ask(self, prompt: str = SHORT, tokens: int = TOKENS, **body: object) -> Stream:
+        """Start a request, with further fields of its ``body``."""
+        return self.cluster.stream(prompt, tokens, **_PLAIN, **body)
 
     def undisturbed(self, prompt: str, tokens: int = TOKENS) -> None:
         """Record the completion without faults, once per prompt."""
@@ -85,6 +87,23 @@ class Rig:
         assert stream.error is None, f"{stream.error}\n{self.cluster.logs()}"
         assert settled(stream), f"{stream.end}\n{self.cluster.logs()}"
         assert (stream.finish_reason, stream.text) == ("length", self._texts[prompt]), self.cluster.logs()
+
+    def stand_still(self) -> bool:
+        """Stop the head's ring process until ``go_on``; return whether a request is open.
+
+        Briefly: the daemon treats a process that is found stopped three times, once a second, as one that hangs.
+        """
+        self._still = [pid for pid in self.cluster.head.pids() if role(pid) == "ring"]
+        for pid in self._still:
+            os.kill(pid, signal.SIGSTOP)
+        return self.cluster.is_answering()  # the client takes time to start, in which the daemon reads all reports
+
+    def go_on(self) -> None:
+        """Continue the head's ring process."""
+        for pid in self._still:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._still.clear()
 
     # ---- the ring ---------------------------------------------------------------------------------------------------
 

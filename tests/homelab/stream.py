@@ -41,6 +41,12 @@ class Stream:
         return [at for at, _ in self._texts()]
 
     @property
+    def read_share(self) -> float:
+        """Return the computed share of the prompt; needs ``return_progress``."""
+        told = [printed["event"].get("prompt_progress") for printed in self._printed() if "event" in printed]
+        return max((each["processed"] / each["total"] for each in told if each), default=0.0)
+
+    @property
     def status(self) -> int | None:
         """The HTTP status; None before the response."""
         return next((int(printed["status"]) for printed in self._printed() if "status" in printed), None)

@@ -96,6 +96,7 @@ def go_through(cell: Cell, rig: Rig) -> float:
     before = rig.whole_layers(name)
     at = rig.cluster.now()
     spoilt = strike(cell, rig, name)
+    rig.go_on()
     if cell.phase == "transfer" and cell.fault != "SIGSTOP":
         rig.lab.device(name).thaw()
     stream = under_way if under_way is not None else rig.ask()

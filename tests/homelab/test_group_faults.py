@@ -71,13 +71,13 @@ class GroupRig(Rig):
         """Return the computing devices, in the order of the plan."""
         return [str(each["name"]) for each in self.cluster.status()["devices"]]
 
-    def strike(self, cell: GroupCell, name: str) -> None:
-        """Inject the fault."""
+    def strike(self, cell: GroupCell, other: str, name: str) -> None:
+        """Inject the fault on ``name``; ``other`` is a device of its group."""
         match cell.fault:
             case "cut off from the head":
                 self.lab.isolate(self.cluster.head.name, name)
             case "cut off from the other rank":
-                self.lab.isolate(*self.ranks(cell.place))
+                self.lab.isolate(other, name)
             case _:
                 FAULTS[NAMES[cell.fault]].do(self.cluster, name)
 
@@ -153,11 +153,12 @@ def go_through(cell: GroupCell, rig: GroupRig) -> float:
     rig.undisturbed(SHORT)
     undisturbed = rig.drafted()
     undisturbed.wait_end()
-    name, before = rig.ranks(cell.place)[1], {*rig.computing()}
+    (other, name), before = rig.ranks(cell.place), {*rig.computing()}
     stream = REACH[cell.phase](rig, name)
     also = rig.drafted()
     at = rig.cluster.now()
-    rig.strike(cell, name)
+    rig.strike(cell, other, name)
+    rig.go_on()
     assert stream is not None
     rig.check(stream, {"prefill": LONG, "decode": STORY}[cell.phase])
     seconds = stream.recovered_s(at) if cell.phase == "decode" else stream.times[0] - at
