@@ -15,7 +15,7 @@ import gc
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -121,11 +121,31 @@ def _is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
 
 
+def imports_of(files: Iterable[tuple[str, Path]], names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
+    """Yield what ``files`` import, with their paths and the lines. Those without any of ``names`` are not looked through."""
+    word = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+    for name, path in files:
+        if word.search(source(path)):
+            yield from ((name, module, line) for module, line in imported(path))
+
+
+@cache
+def source(path: Path) -> str:
+    """The text of a file."""
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(source(path))
+
+
 @cache
 def imported(path: Path) -> list[tuple[str, int]]:
     """The modules that a file imports, with their lines; ``from tools import x`` counts as ``tools.x``."""
     found: list[tuple[str, int]] = []
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(parsed(path)):
         match node:
             case ast.Import(names=names):
                 found += ((each.name, node.lineno) for each in names)
@@ -155,7 +175,7 @@ def files(root: Path, *folders: str) -> Iterator[tuple[str, Path]]:
 def trees(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield the syntax tree of every source file under the folders, with its path from the root."""
     for name, path in files(root, *folders):
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
+        yield name, parsed(path)
 
 
 def names_defined_twice(root: Path) -> Iterator[str]:
@@ -172,38 +192,34 @@ def names_defined_twice(root: Path) -> Iterator[str]:
 def wrong_imports(root: Path) -> Iterator[str]:
     """Yield lines about product code that imports tools, tools that import tests, and tests that import other tools
     than theirs."""
-    for path, file in files(root, *PRODUCT):
-        for module, line in imported(file):
-            if module.partition(".")[0] == "tools":
-                yield f"{path}:{line}: what runs imports {module}, which only a checkout has"
-    for path, file in files(root, "tools"):
-        for module, line in imported(file):
-            if module.partition(".")[0] == "tests":
-                yield f"{path}:{line}: a tool imports {module}"
-    for path, file in files(root, "tests"):
-        for module, line in imported(file):
-            if module.partition(".")[0] == "tools" and not _is_for_tests(module):
-                yield f"{path}:{line}: a test imports {module}; what both need belongs to tools/lab"
+    for path, module, line in imports_of(files(root, *PRODUCT), ["tools"]):
+        if module.partition(".")[0] == "tools":
+            yield f"{path}:{line}: what runs imports {module}, which only a checkout has"
+    for path, module, line in imports_of(files(root, "tools"), ["tests"]):
+        if module.partition(".")[0] == "tests":
+            yield f"{path}:{line}: a tool imports {module}"
+    for path, module, line in imports_of(files(root, "tests"), ["tools"]):
+        if module.partition(".")[0] == "tools" and not _is_for_tests(module):
+            yield f"{path}:{line}: a test imports {module}; what both need belongs to tools/lab"
 
 
 def imports_of_packaging(root: Path) -> Iterator[str]:
     """Yield lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
     scripts = {path.stem for path in (root / "packaging").rglob("*.py")}
-    for path, file in files(root, *PRODUCT, "tools", "tests", "examples"):
-        for module, line in imported(file):
-            first, _, rest = module.partition(".")
-            if first in scripts or (first == "packaging" and rest.partition(".")[0] in scripts):
-                yield f"{path}:{line}: imports {module} of packaging/, which nothing imports"
+    for path, module, line in imports_of(files(root, *PRODUCT, "tools", "tests", "examples"), scripts):
+        first, _, rest = module.partition(".")
+        if first in scripts or (first == "packaging" and rest.partition(".")[0] in scripts):
+            yield f"{path}:{line}: imports {module} of packaging/, which nothing imports"
 
 
 def prints_elsewhere(root: Path) -> Iterator[str]:
     """Yield lines about calls that print, or start logging, outside the places that escape text."""
     for folder in PRODUCT:
         for path in sorted((root / folder).rglob("*.py")):
-            name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
-            if name in PRINTS or not _MAY_PRINT.search(text):  # most are not read twice
+            name = path.relative_to(root).as_posix()
+            if name in PRINTS or not _MAY_PRINT.search(source(path)):
                 continue
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in PRINTING:
                     yield f"{name}:{node.lineno}: calls {called}; cli/output.py prints, system/terminal.py logs"
 
@@ -228,7 +244,7 @@ def old_prose(root: Path) -> Iterator[str]:
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
     sources = [path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))]
     for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
-        text = path.read_text(encoding="utf-8")
+        text = source(path)
         for phrase, better in OLD_PROSE.items():
             for found in re.finditer(phrase, text, re.IGNORECASE):
                 number = text.count("\n", 0, found.start()) + 1
