@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.answering.backend import ServedModel
@@ -614,7 +614,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(OPERATIONS)
 async def test_every_generation_ends_exactly_once_whatever_happens(operations):
     """Each token comes once and in order, from the ring serving at the time; each ring resumes where the last ended."""

@@ -853,7 +853,7 @@ class Service:
         assert not any(kv_writer.cells for kv_writer in self.ring.kv_writers), "something is kept that nobody needs"
 
 
-@settings(rings, max_examples=60)
+@rings
 @given(st.data(), shapes(), st.sampled_from([GREEDY, SAMPLED]))
 def test_concurrent_generations_equal_single_ones_whatever_arrives_leaves_or_breaks(data, shape, sampling):
     """Requests arrive and are cancelled at any time, share prefixes or are identical, and rings break under them.

@@ -232,7 +232,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(body=BODIES.map(json.dumps))
 def test_no_body_is_answered_with_500(body):
     backend = FakeBackend(replies("some answer"), context_tokens=64)

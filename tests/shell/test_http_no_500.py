@@ -57,7 +57,7 @@ def fields_of(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", LIKELY)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_body_is_answered_with_500(path, data):
     fields = st.dictionaries(st.sampled_from(fields_of(path)), VALUES, max_size=3)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.answering.backend import Health
@@ -292,7 +292,6 @@ BODIES = st.builds(lambda likely, fields: likely | fields, LIKELY, FIELDS).map(j
 
 
 @both
-@settings(max_examples=60, deadline=None)
 @given(body=BODIES | VALUES.map(json.dumps) | st.binary(max_size=60))
 def test_no_body_is_answered_with_500(path, body):
     backend = FakeBackend(replies("an answer of some ", 257, "tokens"), context_tokens=64)
@@ -303,7 +302,6 @@ def test_no_body_is_answered_with_500(path, body):
     assert all(each.closed.is_set() for each in backend.calls)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     path=st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20),
     method=st.sampled_from(["GET", "POST", "PUT"]),
