@@ -252,9 +252,7 @@ def test_the_main_type_is_timed_with_more_tokens_of_a_chunk_on_a_slow_device(tmp
     _, (main, other, *_) = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
     assert {task.chunk_s for task in machine.tasks if task.many_rows} == {0.0, 0.02 * Effort().seconds}
     for figures, rows, row_s in ((main, 256, 0.9), (other, 64, 1.0)):
-        assert max(at.rows for at in figures.rows) == rows, (
-            "other types have no more tokens for it"
-        )
+        assert max(at.rows for at in figures.rows) == rows, "other types have no more tokens for it"
         one_s = BIG.weight_bytes(figures.type) / machine.rate
         chunk_s = one_s + (50 / 64 * row_s * rows - 1) * one_s * 512 / rows
         assert 2 * 512 * BIG.weights / figures.prefill_flop_per_s == pytest.approx(chunk_s, rel=0.05)
