@@ -190,7 +190,7 @@ async def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
     assert house.idle.process.poll() is None
 
 
-async def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(house: House, doors: list[Door]):
+async def test_a_recorded_conversation_is_useless_to_an_attacker(house: House, doors: list[Door]):
     """Traffic of a trusted device is recorded, then corrupted in transit, then replayed to every port."""
     with house.undisturbed_by("a replay"):
         async with tap(house.port("w1")) as between, rogues(between.port, house.key("w1")) as (rogue,):
@@ -218,7 +218,7 @@ async def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_
             judge(door, heard.result())
 
 
-async def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: House):
+async def test_mdns_reveals_only_public_data_and_garbage_there_costs_nothing(house: House):
     house.code = await house.open_pairing()
     with house.undisturbed_by("mDNS"):
         peers: list[Peer] = []
@@ -260,7 +260,7 @@ async def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_ano
     assert shown.code not in house.output()
 
 
-async def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(house: House):
+async def test_only_one_of_two_devices_with_the_same_code_is_paired(house: House):
     shown = await house.open_pairing()
     code = parse_code(shown.code)
     both = [pair_with("127.0.0.1", shown.port, code, who(house, name), lambda: None) for name in ("first", "second")]
@@ -272,7 +272,7 @@ async def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(h
     assert house.head.run.output.count("paired with first") + house.head.run.output.count("paired with second") == 1
 
 
-async def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
+async def test_a_device_revoked_during_a_session_is_cut_off(house: House):
     """The head cuts off a connected device at once, the worker within seconds, when the head notifies it."""
     (layers, others) = await layer_doors(house)
     question = encode(AskPresent(digests=[house.layer()]))
@@ -301,7 +301,7 @@ async def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House
             assert not await shared.is_answered()
 
 
-def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of_it(planned_house: House):
+def test_a_worker_revoked_during_a_request_computes_no_more_of_it(planned_house: House):
     def revoke() -> None:
         sender, receiver = ring_process(planned_house.head.run), ring_process(planned_house.worker)
         assert connected(receiver, sender)

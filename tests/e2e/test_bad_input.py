@@ -151,7 +151,7 @@ def test_no_such_model(tmp_path, temporary):
 
 
 @pytest.mark.parametrize("damage", ["text", "cut in the weights", None], ids=str)
-def test_an_embedding_model_that_is_none(tiny, tmp_path, temporary, damage):
+def test_an_invalid_embedding_model(tiny, tmp_path, temporary, damage):
     second = tmp_path / "second.gguf"
     if damage is not None:
         second.write_bytes(DAMAGES[damage](tiny.read_bytes()))
@@ -334,7 +334,7 @@ def test_fewer_devices_than_waited_for(tiny, new_home, cluster, temporary):
     assert_clean(home)
 
 
-def test_named_device_that_is_not_there(tiny, new_home, cluster, temporary):
+def test_named_device_that_is_unreachable(tiny, new_home, cluster, temporary):
     """The head waits for it, since services and containers may start in any order."""
     home, port = new_home("home"), free_port()
     arguments = ("--cluster", cluster, "--port", free_port(), "--device", f"127.0.0.1:{port}")

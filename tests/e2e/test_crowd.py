@@ -24,7 +24,7 @@ MAX_BYTES = 256 << 20
     ("requests", "clients", "workers"),
     [(36, 8, 0), pytest.param(1000, 32, 2, marks=pytest.mark.matrix)],
 )
-async def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
+async def test_every_request_of_a_crowd_ends_and_leaves_nothing_open(
     quick_model: Path, module_home, requests, clients, workers
 ):
     cluster = f"crowd-{secrets.token_hex(6)}"

@@ -142,7 +142,7 @@ def test_worker_idle(new_home, cluster, temporary, number):
 
 
 @both_signals
-def test_head_that_serves_alone(quick_model, new_home, cluster, temporary, number):
+def test_single_device_that_serves(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
     with heading(quick_model, home, cluster, "--alone", temporary=temporary) as head:
         head.wait_serving()
@@ -229,7 +229,7 @@ def test_head_and_worker_that_ship_layers(large, new_home, cluster, temporary, n
 
 
 @interrupted
-def test_head_whose_worker_was_killed_while_it_loaded(large, new_home, cluster, temporary, number):
+def test_head_whose_worker_was_killed_while_loading(large, new_home, cluster, temporary, number):
     """It waits for that one to come back, as long as it was told to."""
     home = new_home("head")
     with (

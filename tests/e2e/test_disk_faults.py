@@ -261,7 +261,7 @@ def test_a_disk_that_fails_again_and_again(lab):
 
 
 @needs_bad_disk
-def test_the_model_file_of_a_head_alone_cannot_be_read(slow_model, new_home, cluster, tmp_path):
+def test_the_model_file_of_a_single_device_cannot_be_read(slow_model, new_home, cluster, tmp_path):
     folder, disk = tmp_path / "models", tmp_path / "disk"
     folder.mkdir()
     disk.mkdir()
@@ -290,7 +290,7 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(slow_model, new_home, clu
 @pytest.mark.parametrize(
     "act", [overwrite, lambda file: os.truncate(file, file.stat().st_size // 2)], ids=["overwritten", "cut"]
 )
-def test_the_model_file_of_a_head_alone(slow_model, new_home, cluster, tmp_path, act):
+def test_the_model_file_of_a_single_device_changes(slow_model, new_home, cluster, tmp_path, act):
     """There is nothing to fetch it from: whoever asks is told, and what the owner can do."""
     model = tmp_path / "model.gguf"
     shutil.copyfile(slow_model, model)

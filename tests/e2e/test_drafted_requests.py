@@ -107,7 +107,7 @@ async def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     ("architecture", "rows"),
     [("qwen35", 4), ("granitehybrid", 1), pytest.param("nemotron_h", 4, marks=pytest.mark.matrix)],
 )
-async def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
+async def test_states_are_rolled_back_after_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
     """In a ring and on one device: single prompts, concurrent ones, and speculation with some accepted drafts."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
@@ -140,7 +140,7 @@ async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(t
         assert accepted > 0.5 * TOKENS
 
 
-async def test_of_a_model_made_for_it_seven_drafts_in_ten_hold_and_blocks_of_them_go_back_anywhere(tmp_path: Path):
+async def test_a_model_made_for_it_accepts_seven_drafts_in_ten_and_blocks_roll_back_anywhere(tmp_path: Path):
     """On one device each draft is judged by itself. Sampling in another token order would accept fewer drafts, which
     would falsify benchmarks. In a ring drafts are rejected in the middle of a step, with another step behind it."""
     model = tmp_path / "model.gguf"
@@ -171,7 +171,7 @@ def guessing(model: Path) -> DraftModel:
     return draft_model(model, open_model(model), context=512, threads=1)
 
 
-async def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(quick_model: Path):
+async def test_a_draft_model_changes_nothing_and_its_death_does_no_harm(quick_model: Path):
     (prompt,) = tokens_of(quick_model, STORY)
 
     async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
@@ -197,7 +197,7 @@ async def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(q
 
 
 @pytest.mark.parametrize("branches", [pytest.param(0, marks=pytest.mark.matrix), 4])
-async def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Path, branches):
+async def test_steps_of_several_tokens_wait_for_a_draft_model_and_may_be_trees(quick_model: Path, branches):
     """Batches are not exact here, so the text may differ later, where two tokens are almost equally likely."""
     (prompt,) = tokens_of(quick_model, STORY)
     drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
@@ -228,7 +228,7 @@ async def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, ski
 
 
 @pytest.mark.matrix
-async def test_eight_users_have_the_answers_that_they_have_without(smollm2: Path):
+async def test_drafts_do_not_change_the_text_of_eight_concurrent_requests(smollm2: Path):
     texts = [f"{number}. {TEXT[: 100 + 40 * number]}" for number in range(8)]
     accepted = await check(smollm2, texts, [GREEDY, SAMPLED], Drafting(room=9), batching=Batching(steps=3))
     assert accepted < 2 * len(texts) * TOKENS, "users go first: a full ring has little room, or none"
@@ -249,7 +249,7 @@ async def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
     assert finished.accepted > 0
 
 
-def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is_lost(quick_model: Path, module_home):
+def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that_is_lost(quick_model: Path, module_home):
     cluster = f"guesser-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         _, draft_device = stack.enter_context(

@@ -67,7 +67,7 @@ def embedding_process(head: Head) -> int:
     return process.pid
 
 
-def test_the_start_says_which_model_embeds(head, embedder):
+def test_the_first_lines_name_the_embedding_model(head, embedder):
     head.run.wait_for(rf"^{embedder.stem} serves embeddings of 640 numbers for texts of at most 2048 tokens")
     head.run.wait_for(rf"^{embedder.stem} serves embeddings there, on this device alone$")
 
@@ -99,7 +99,7 @@ def test_ollamas_client(head, embedder, plain):
     client._client.close()
 
 
-def test_it_starts_again_when_it_was_killed(head, client, embedder, plain):
+def test_a_killed_embedding_process_starts_again(head, client, embedder, plain):
     before = embedding_process(head)
     os.kill(before, signal.SIGKILL)
 

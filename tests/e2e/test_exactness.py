@@ -169,7 +169,7 @@ async def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layer
         pytest.param("gemma3", (2, 6), 2, marks=pytest.mark.matrix),
     ],
 )
-async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(
+async def test_a_common_prefix_of_prompts_is_computed_once_with_the_same_bits(
     truths, layers, model, windows, rounds
 ):
     """Two prompts share a whole chunk, which also exceeds sliding windows; another completion comes in between."""
@@ -200,7 +200,7 @@ async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_ano
         pytest.param("real", (2, 6), 2, CHUNKS["gemma3"], marks=pytest.mark.matrix),
     ],
 )
-async def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
+async def test_a_small_window_cache_gives_the_tokens_of_plain_llama_with_its_own(
     gemma3, sliding, tmp_path, which, windows, rounds, chunk
 ):
     """After the cache has wrapped around, after going back to a kept state, and in a ring that resumes a request."""
@@ -251,7 +251,7 @@ async def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own
         ),
     ],
 )
-async def test_answers_at_once_are_each_what_plain_llama_says_alone(
+async def test_concurrent_requests_each_give_the_tokens_of_plain_llama_alone(
     truths, layers, model, windows, rounds, batching, pieces
 ):
     """There are more requests than sequences, with prompts of one token, part of a chunk, and more than a chunk.
@@ -285,7 +285,7 @@ async def test_answers_at_once_are_each_what_plain_llama_says_alone(
         ),
     ],
 )
-async def test_sixteen_answers_at_once_are_each_what_it_is_alone(
+async def test_sixteen_concurrent_requests_each_give_the_tokens_of_a_single_one(
     truths, layers, model, windows, counts, threads, tokens
 ):
     """Batches, pieces and copies are those of a ring on this CPU without flash attention."""

@@ -10,7 +10,7 @@ from tests.e2e.cluster import heading, joined, primad
 
 
 @pytest.mark.usefixtures("started_by_a_shell")
-def test_who_is_awaited_and_what_serves_is_read_through_a_pipe_while_they_run(quick_model, new_home, cluster):
+def test_awaited_devices_and_status_can_be_read_through_a_pipe_at_run_time(quick_model, new_home, cluster):
     home = new_home("head")
     with heading(quick_model, home, cluster, "--wait", 1, "--use-all") as head:
         head.run.wait_for("^waiting for 1 of 1 devices: start 'primad join' on the others$")

@@ -16,7 +16,7 @@ PROMPT = "Lighthouse:"
 TOKENS = 24
 
 
-def test_a_ring_of_an_architecture_nobody_knows_answers_as_llama_cpp_does(tmp_path, new_home, cluster):
+def test_a_ring_of_an_unknown_architecture_gives_the_text_of_llama_cpp(tmp_path, new_home, cluster):
     """Bloom normalises token embeddings, which must happen in the first window only."""
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture="bloom")

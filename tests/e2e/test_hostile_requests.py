@@ -81,7 +81,7 @@ class Listener:
         self._thread.join()
 
 
-def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(quick_model: Path, module_home):
+def test_hostile_requests_delay_neither_health_nor_others_and_leave_nothing(quick_model: Path, module_home):
     cluster = f"hostile-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         stack.enter_context(all_joined([module_home("worker")], cluster))

@@ -28,7 +28,7 @@ def lab(smollm2: Path, module_home) -> Iterator[Lab]:
         yield Lab(stack, smollm2, module_home, tokens=TOKENS, middle=MIDDLE)
 
 
-def test_a_worker_that_is_killed_has_left_its_cells(lab):
+def test_the_kv_cache_of_a_killed_worker_is_restored(lab):
     first, second = lab.two()
     ring = ring_process(lab.workers[second])
 
@@ -55,7 +55,7 @@ def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
     assert not spoilt[0].exists()
 
 
-def test_a_device_and_its_keeper_die_together(lab):
+def test_a_device_and_its_replica_die_together(lab):
     first, second = lab.two()
 
     def act() -> None:
@@ -65,7 +65,7 @@ def test_a_device_and_its_keeper_die_together(lab):
     lab.goes_on(act, TOKENS)
 
 
-def test_a_device_joins_and_takes_the_cells_of_its_layers(lab):
+def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
     first, second = lab.two()
     before = lab.kv["computed_again_tokens"]
     (third,) = lab.add(1)
@@ -79,12 +79,12 @@ def test_a_device_joins_and_takes_the_cells_of_its_layers(lab):
     wait_until(lambda: lab.computing() == {first, second}, "two are left")
 
 
-def test_a_device_leaves_and_its_cells_stay(lab):
+def test_the_kv_cache_of_a_leaving_device_stays(lab):
     first, _ = lab.two()
     lab.goes_on(lab.workers[first].stop, AGAIN)
 
 
-def test_nothing_is_kept_of_an_answer_that_is_over(lab):
+def test_kv_blocks_of_a_finished_request_are_removed(lab):
     first, second = lab.two()
     lab.ask()
 

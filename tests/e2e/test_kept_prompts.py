@@ -28,7 +28,7 @@ def answer(head: Head, prompt: str = PROMPT) -> tuple[str, int]:
     return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_prompt_is_found_again_after_every_device_was_started_anew(quick_model, module_home, tmp_path):
+def test_a_prompt_is_found_again_after_every_device_restarted(quick_model, module_home, tmp_path):
     cluster = f"prompts-{secrets.token_hex(6)}"
     worker_home, head_home = module_home("worker"), module_home("head")
     caches = {"worker": ("--kv-cache", tmp_path / "w"), "head": ("--kv-cache", tmp_path / "h")}
@@ -58,7 +58,7 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(quick_model
     assert found == 512
 
 
-def test_a_prompt_that_was_kept_with_other_angles_or_adapters_is_not_taken(smollm2, new_home, tmp_path):
+def test_a_prompt_cached_with_other_rope_scaling_or_adapters_is_not_reused(smollm2, new_home, tmp_path):
     model, home = tmp_path / "model.gguf", new_home("head")
     synth.write_model(model, vocabulary=f"from:{smollm2}")
     changed = {name: tensor.shape for name, tensor in read_header(model).tensors.items() if "attn_q" in name}

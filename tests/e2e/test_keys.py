@@ -20,7 +20,7 @@ def ended(*words: object, code: int = 0, **environment: str) -> str:
         return run.output
 
 
-def test_keys_of_a_head_that_runs_come_and_go_and_its_own_user_needs_none(quick_model, new_home, cluster):
+def test_keys_are_added_and_removed_at_run_time_and_the_own_user_needs_none(quick_model, new_home, cluster):
     home = new_home("head")
     keys = ("--home", str(home))
     printed = ended("key", "add", "laptop", *keys)

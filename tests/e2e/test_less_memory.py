@@ -166,7 +166,7 @@ def check(model: Model, ran: Ran) -> None:
     [*(pytest.param(MORE_LAYERS, share, marks=pytest.mark.matrix) for share in (0.75, 0.5, 0.3)), (LAYERS, 0.5)],
     indirect=["model"],
 )
-async def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> None:
+async def test_limited_memory_gives_the_same_text_and_reads_nothing_twice(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
@@ -179,7 +179,7 @@ async def test_the_same_text_and_nothing_read_twice(model: Model, share: float) 
 
 
 @pytest.mark.parametrize(("model", "share"), [(LAYERS, 0.7)], indirect=["model"])
-async def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
+async def test_a_program_that_takes_and_frees_memory_does_not_change_the_text(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     maximum = int(NEIGHBOUR_SHARE * limit)
     with LimitedGroup(limit) as group:

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ("kind", "lengths"),
     [("f16", (100, 800, 2500, 8000)), ("seeded", (100, 800)), ("q8_0", (100, 800)), ("streamed", (100, 800))],
 )
-def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_property, kind, lengths):
+def test_the_pause_does_not_grow_with_the_length_of_the_text(smollm2, new_home, record_property, kind, lengths):
     maximum = lengths[-1] + AFTER
     with ExitStack() as stack:
         lab = Lab(
@@ -60,7 +60,7 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
             assert again <= AGAIN
 
 
-def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noticed(smollm2, new_home, record_property):
+def test_pauses_departures_and_joins_late_in_a_request_recompute_little(smollm2, new_home, record_property):
     length = 2500
     maximum = length + BEHIND
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noti
             assert again <= AGAIN
 
 
-def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_property):
+def test_eight_concurrent_requests_resume_from_their_kv_blocks(smollm2, new_home, record_property):
     count, length = 8, 300
     prompts = [f"Chapter {number}. Once upon a time" for number in range(count)]
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ BASE = 20_000.0
 SCALE = 0.02
 
 
-def test_a_ring_with_an_adapter_and_other_angles_answers_as_llama_cpp_does(smollm2, tmp_path, new_home, cluster):
+def test_a_ring_with_an_adapter_and_rope_scaling_gives_the_text_of_llama_cpp(smollm2, tmp_path, new_home, cluster):
     """The adapter changes layers, the token embedding and the output matrix."""
     model = tmp_path / "model.gguf"
     synth.write_model(model, layers=8, vocabulary=f"from:{smollm2}", tokens=synth.FEW_TOKENS, quantisation="q4_1")

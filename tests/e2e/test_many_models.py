@@ -134,7 +134,7 @@ def held(run: Primad) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(60, marks=pytest.mark.matrix)])
-def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_ask_for(offered, count):
+def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_name(offered, count):
     draw = random.Random(48)
     expected = {}
     for name in NAMES:
@@ -162,7 +162,7 @@ def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_ask_for(
     assert "Traceback" not in offered.head.run.output
 
 
-def test_a_worker_that_is_killed_while_one_model_loads_or_two_serve_costs_no_request(offered, module_home):
+def test_a_worker_killed_while_one_model_loads_or_two_serve_costs_no_request(offered, module_home):
     one, other = offered.ask("amber", "/v1/completions"), offered.ask("birch", "/v1/completions", max_tokens=60)
     offered.unload_all()
     second = offered.workers.pop()

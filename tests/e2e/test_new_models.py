@@ -70,7 +70,7 @@ def goes_on_behind_its_history(head):
 
 
 @pytest.mark.parametrize("architecture", ["qwen35moe", "gemma4-per-layer"])
-def test_an_answer_survives_the_death_of_a_worker(architecture, tmp_path, new_home):
+def test_a_request_survives_the_death_of_a_worker(architecture, tmp_path, new_home):
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture=architecture, layers=16, width=256)
     survives_a_death(model, new_home, TOKENS)
@@ -78,7 +78,7 @@ def test_an_answer_survives_the_death_of_a_worker(architecture, tmp_path, new_ho
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("architecture", "layers"), [("qwen35moe", 52), ("gemma4-moe", 44)])
-def test_so_does_one_of_a_model_of_a_billion_weights(architecture, layers, tmp_path, new_home):
+def test_a_request_to_a_model_of_a_billion_weights_survives_the_death_of_a_worker(architecture, layers, tmp_path, new_home):
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture=architecture, layers=layers, width=1280, quantisation="q4_k_m")
     weights = sum(math.prod(tensor.shape) for tensor in read_header(model).tensors.values())

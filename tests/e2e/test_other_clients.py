@@ -69,7 +69,7 @@ def test_ollamas_client(head, printed):
     client._client.close()
 
 
-def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
+def test_the_next_turn_of_a_chat_computes_only_new_tokens_and_gives_the_same_text(head):
     story = "Tell me about the sea, the moon and the tides. " * 20
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
 
@@ -99,7 +99,7 @@ class Ship(pydantic.BaseModel):
     masts: Literal[1, 2, 3]
 
 
-def test_each_client_gets_the_model_that_it_asked_for(head):
+def test_each_client_gets_the_model_that_it_named(head):
     asked: Any = HELLO
     with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         printed = client.messages.parse(model="claude-any", max_tokens=400, messages=asked, output_format=Ship)

@@ -86,7 +86,7 @@ def drawn(sampled):
 
 
 @pytest.mark.parametrize("windows", [None, [1, 3], [1, 1, 2]], ids=["one", "two", "three"])
-async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
+async def test_a_ring_with_pictures_gives_the_tokens_of_libmtmd(seen, windows, tmp_path):
     """One picture, two between text, concurrent requests, a repeated prompt, and a new head that resumes a request."""
     ring = LocalRing(
         seen.model, windows, rows=ROWS, context=CONTEXT, sequences=3, threads=1, folder=tmp_path, flash=True
@@ -130,7 +130,7 @@ async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
     ],
     ids=["inputs of layers", "sound", "plain", "grids", "recurrent layers", "sound in parts"],
 )
-async def test_a_ring_of_three_sees_and_hears_by_every_kind_of_rows(kind, architecture, tmp_path):
+async def test_a_ring_of_three_gives_the_tokens_of_libmtmd_for_every_encoder(kind, architecture, tmp_path):
     """The kinds that the test above does not have."""
     seen, hears = Seen(tmp_path, kind, architecture, None), FAMILIES[kind].hears
     parts = ["hello ", tone(1), " what is it?"] if hears else TWO
@@ -186,7 +186,7 @@ def asked(head, act=None, messages=MESSAGES, tokens=48, read=lambda progress: No
     return text, usage
 
 
-def test_official_clients_send_a_picture_as_their_documents_say(cluster):
+def test_official_clients_send_a_picture_as_documented(cluster):
     head, _ = cluster
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         chat = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=8)
@@ -214,7 +214,7 @@ def test_official_clients_send_a_picture_as_their_documents_say(cluster):
     client._client.close()
 
 
-def test_the_next_turn_computes_only_what_is_new(cluster):
+def test_the_next_turn_computes_only_new_tokens(cluster):
     head, _ = cluster
     text, first = asked(head)
     turns = [*MESSAGES, {"role": "assistant", "content": text[:8]}, {"role": "user", "content": "and now?"}]
@@ -223,7 +223,7 @@ def test_the_next_turn_computes_only_what_is_new(cluster):
     assert again["prompt_tokens"] > first["prompt_tokens"]
 
 
-def test_another_device_encodes_and_where_it_dies_meanwhile_the_head_does(cluster):
+def test_another_device_encodes_pictures_and_the_head_does_if_that_dies(cluster):
     """Bytes after a PNG's end change no pixel, but make it another file."""
     head, workers = cluster
     texts, copies = dict[int, str](), itertools.count()
@@ -256,7 +256,7 @@ def test_another_device_encodes_and_where_it_dies_meanwhile_the_head_does(cluste
     assert len(set(texts.values())) == 1
 
 
-def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster):
+def test_a_request_continues_after_the_death_of_the_encoder_and_of_a_worker(cluster):
     head, workers = cluster
     undisturbed, _ = asked(head)
     encoders = [each for each in head.run.processes() if "primad.engine.pictures.process" in command_of(each)]
@@ -273,7 +273,7 @@ def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster)
     assert "Traceback" not in head.run.output
 
 
-def test_an_answer_is_what_it_was_where_a_worker_dies_within_a_pictures_rows(cluster):
+def test_the_text_is_the_same_if_a_worker_dies_within_a_picture(cluster):
     head, workers = cluster
     large = [{"type": "image_url", "image_url": {"url": other_url(3, 640, 640)}}, {"type": "text", "text": "?"}]
     messages, read, died = [{"role": "user", "content": large}], [], []

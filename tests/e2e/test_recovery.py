@@ -132,7 +132,7 @@ def test_a_worker_is_killed(lab):
     lab.wait_computing(stays)
 
 
-def test_a_worker_freezes_and_comes_back(lab):
+def test_a_worker_freezes_and_returns(lab):
     stays, lost = lab.two()
     run = lab.workers[lost]
     try:
@@ -173,7 +173,7 @@ def test_the_ring_process_of_the_head_is_killed(lab):
     lab.goes_on(lambda: ring_process(lab.head.run).kill(), "kill -9 of the head's ring process", "SIGKILL")
 
 
-def test_an_answer_that_must_fit_a_schema_still_does(lab):
+def test_structured_output_still_matches_its_schema_after_a_death(lab):
     """The head's ring process has the grammar's state; a new one rebuilds it from the tokens so far."""
     _, lost = lab.two()
     schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 12, "maxItems": 12}
@@ -187,7 +187,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
 
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_what_mirostat_learnt_is_not_lost(lab, version):
+def test_the_state_of_mirostat_is_not_lost(lab, version):
     """Its state depends on probabilities of tokens that are not sampled again, so it moves with them."""
     _, lost = lab.two()
     fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}

@@ -68,7 +68,7 @@ def rings(quick_model: Path) -> Iterator[Rings]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_every_ring_goes_on_where_another_one_ended(rings, sampling):
+def test_every_ring_resumes_where_another_one_ended(rings, sampling):
     whole = rings.answer(None, sampling, [])
     tokens = [event.token for event in whole]
     assert len(tokens) == COUNT
@@ -77,7 +77,7 @@ def test_every_ring_goes_on_where_another_one_ended(rings, sampling):
             assert rings.answer(shape, sampling, tokens[:cut]) == whole[cut:], (shape, cut)
 
 
-def test_a_new_head_goes_on_with_workers_that_kept_their_windows(rings):
+def test_a_new_head_resumes_with_workers_that_kept_their_windows(rings):
     whole = rings.answer(None, SAMPLED, [])
     for shape in rings.shapes[1:]:
         rings.answer(shape, GREEDY, [])

@@ -85,7 +85,7 @@ def layer_files(home: Path) -> dict[str, tuple[int, int, int]]:
     return {name: facts for name, facts in snapshot(home / "cache").items() if name.endswith(".gguf")}
 
 
-def test_a_worker_that_restarts_gets_nothing_again(three):
+def test_a_restarted_worker_is_sent_no_layer_again(three):
     before = len(three.head.run.lines)
     expected, layers = ask(three.head, tokens=24).text, layer_files(three.homes["two"])
     three.workers["two"].kill()
@@ -100,7 +100,7 @@ def test_a_worker_that_restarts_gets_nothing_again(three):
     assert layer_files(three.homes["two"]) == layers
 
 
-def test_a_worker_relays_what_the_head_streams_and_a_client_that_leaves_it(three):
+def test_a_worker_relays_the_heads_stream_and_the_departure_of_a_client(three):
     relayed, path = three.relayed("two"), "/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": True, "max_tokens": 24}
     direct, through = (
@@ -136,7 +136,7 @@ def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(thre
         assert "Traceback" not in run.output
 
 
-def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_devices(smollm2, new_home, cluster):
+def test_without_a_plan_a_request_ends_with_an_error_and_the_endpoint_waits_for_devices(smollm2, new_home, cluster):
     worker_home = new_home("worker")
     limited = ("--max-ram", "130MB", "--context", 2048, "--wait", 1, *ONE_ATTENTION)
     with ExitStack() as stack:

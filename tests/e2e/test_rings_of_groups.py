@@ -76,7 +76,7 @@ async def test_shares_that_stream_give_the_same_tokens_as_in_memory(model, windo
 
 
 @pytest.mark.parametrize("architecture", ["gemma4-per-layer", pytest.param("granitehybrid", marks=pytest.mark.matrix)])
-async def test_every_rank_is_given_what_its_layers_take_beside_hidden_states(architecture, tmp_path):
+async def test_every_rank_gets_the_inputs_of_its_layers_besides_hidden_states(architecture, tmp_path):
     path = tmp_path / "model.gguf"
     write_model(path, architecture=architecture, quantisation="f32")
     profile = model_profile(open_model(path))

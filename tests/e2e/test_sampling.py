@@ -144,7 +144,7 @@ def test_the_same_seed_gives_the_same_text_and_others_give_others(ring, model):
     assert len({tuple(text) for text in texts.values()}) == len(texts)
 
 
-def test_every_ring_size_draws_the_same(quick_model, ring, model):
+def test_every_ring_size_samples_the_same_tokens(quick_model, ring, model):
     with opened(quick_model, (2, 10)) as other:
         for seed in (5, 2**32 - 2):
             assert other.tokens(model.prompt, 12, SAMPLED, seed=seed) == ring.tokens(
@@ -168,13 +168,13 @@ CHAINS = [
 @pytest.mark.parametrize(
     "chain", CHAINS, ids=["temperature", "truncated", "penalised", "sigma", "typical", "xtc", "range", "dry"]
 )
-def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
+def test_every_sample_is_that_of_plain_llama_cpp(ring, model, chain):
     for seed in (0, 2**32 - 2) if ring.is_alone else (11,):
         plain = model.sampled(seed, **chain)
         assert ring.tokens(model.prompt, len(plain), SAMPLED, seed=seed, **chain) == plain
 
 
-def test_draws_fit_the_distribution_of_the_model(tmp_path):
+def test_samples_fit_the_distribution_of_the_model(tmp_path):
     """One device suffices, since every ring samples the same; with a tiny model thousands of samples take seconds."""
     path, start = tmp_path / "tiny.gguf", [40]
     write_model(path)
@@ -215,7 +215,7 @@ def test_a_negative_penalty_makes_repeating_more_frequent(one, model):
     assert len(set(rewarded) - printed) < len(set(model.greedy) - printed)
 
 
-def test_truncation_restricts_what_can_be_drawn(one, model):
+def test_truncation_restricts_the_tokens_that_can_be_sampled(one, model):
     probabilities, order = model.probabilities, model.order
     ranked = probabilities[order]
     nucleus = order[: int(np.searchsorted(ranked.cumsum(), 0.6)) + 1]
@@ -233,7 +233,7 @@ def test_truncation_restricts_what_can_be_drawn(one, model):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
+def test_mirostat_keeps_the_surprise_near_tau(one, model, version):
     """A small tau makes the text predictable: only the likeliest tokens are sampled despite the temperature."""
     calm, wild = (
         [
@@ -251,7 +251,7 @@ def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
 
 @pytest.mark.parametrize("grammar", [None, "start: /[a-z ]{90}/"], ids=["free", "masked"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_goes_on_as_if_nothing_had_happened(one, model, version, grammar):
+def test_mirostat_resumes_with_the_same_tokens(one, model, version, grammar):
     sampling = msgspec.structs.replace(
         SAMPLED, seed=3, temperature=2.0, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.3, grammar=grammar
     )
@@ -267,7 +267,7 @@ def test_mirostat_goes_on_as_if_nothing_had_happened(one, model, version, gramma
     assert anew[0].mirostat_mu != whole[11].mirostat_mu
 
 
-def test_loops_that_dry_sees_are_left(one, model):
+def test_dry_ends_loops(one, model):
     """With few likely tokens the text repeats the same pairs again and again."""
     dry = {"dry_multiplier": 5.0, "dry_allowed_length": 1, "dry_tokens": 64}
     few = packed_biases([(token, 50.0) for token in range(300, 308)])
@@ -275,7 +275,7 @@ def test_loops_that_dry_sees_are_left(one, model):
     assert len(left) > 1.2 * len(free)
 
 
-def test_an_answer_ends_where_it_may(one, model):
+def test_ignore_eos_and_min_tokens_keep_a_completion_from_ending(one, model):
     """The bias makes the model end at once."""
     likely = {"temperature": 1.5, "logit_bias": packed_biases([(token, 50.0) for token in model.ends])}
     for seed in range(3):

@@ -98,13 +98,13 @@ def test_health_is_503_while_loading_and_200_then(served):
     assert (status, json.loads(text)["status"], json.loads(text)["model"]) == (200, "ok", MODEL)
 
 
-def test_who_computes_what_is_said(served):
+def test_the_layers_of_each_device_are_printed(served):
     for device in ("head", "first", "second"):
         served.head.run.wait_for(rf"^{device}: \d+ layers? \(")
     assert "Traceback" not in served.head.run.output
 
 
-def test_an_answer_fits_the_model_that_the_client_gave(served):
+def test_structured_output_matches_the_clients_pydantic_model(served):
     class Ship(pydantic.BaseModel):
         name: Annotated[str, pydantic.Field(max_length=12)]
         masts: Literal[1, 2, 3]
@@ -126,7 +126,7 @@ def test_a_keyword_that_cannot_be_guaranteed_is_named(served):
     assert caught.value.param == "response_format"
 
 
-def test_as_many_answers_are_written_at_once_as_is_said(served):
+def test_the_printed_number_of_concurrent_requests_is_served(served):
     served.head.run.wait_for(
         r"^(1 request at a time|[24] concurrent requests, each with that context) \(.*--sequences sets it\)(; .*)?$"
     )
@@ -138,7 +138,7 @@ def test_as_many_answers_are_written_at_once_as_is_said(served):
     assert served.head.status()["sequences"] == count
 
 
-def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
+def test_the_forecast_is_printed_and_shown_next_to_measured_figures(served):
     served.head.run.wait_for(
         r"^forecast: \S+ tokens/s( \(\S+ tokens/s with [24] requests\))?, TTFT \S+ m?s for a prompt of 512 tokens$"
     )
@@ -156,7 +156,7 @@ def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(serve
     wait_until(all_work, "every link works")  # one that did not answer in time is measured again
 
 
-def test_status_and_metrics_tell_of_every_device(served, tmp_path):
+def test_status_and_metrics_include_every_device(served, tmp_path):
     everyone = {"head", "first", "second"}
     served.complete(max_tokens=4)
     wait_until(lambda: of_devices(served, "answered") == dict.fromkeys(everyone, 1.0), "all answer in time")
@@ -210,7 +210,7 @@ def test_chat(served):
     assert answer.model == MODEL
 
 
-def test_an_answer_that_ends_by_itself(served):
+def test_a_completion_may_end_by_itself(served):
     answer = served.chat(max_tokens=400, temperature=1, seed=1, logit_bias={"2": 9})  # about every tenth token
     assert answer.choices[0].finish_reason == "stop"
     assert 0 < answer.usage.completion_tokens < 400
@@ -352,7 +352,7 @@ def tokens_of(served: Served) -> float:
     return float(re.search(r"^primad_completion_tokens_total (\S+)$", metrics, re.MULTILINE)[1])
 
 
-def test_two_requests_at_once_have_the_texts_that_they_have_alone(served):
+def test_two_concurrent_requests_have_the_texts_of_single_ones(served):
     def long(**options):
         return served.complete(max_tokens=150, logit_bias={"0": -100, "2": -100}, **options)
 
@@ -370,7 +370,7 @@ def test_two_requests_at_once_have_the_texts_that_they_have_alone(served):
     assert (text, *reported) == alone
 
 
-def test_devices_lists_what_is_in_sight(served):
+def test_devices_lists_the_devices_in_sight(served):
     """It looks for two seconds, which may be too short where the machine is busy: then again."""
     roles = {"head": "head", "first": "worker", "second": "worker"}
     looks: list[list[dict]] = []
@@ -409,7 +409,7 @@ def test_windows_by_hand(served, quick_model, new_home, cluster):
         head.run.wait_for(r"^worker: 8 layers \(2-5, 8-11\)$")
 
 
-def test_who_only_slows_the_ring_is_left_out(served, quick_model, new_home, cluster):
+def test_a_device_that_only_slows_the_ring_is_left_out(served, quick_model, new_home, cluster):
     """Two processes share the cores of one machine: alone the head is faster."""
     with (
         joined(new_home("worker"), cluster) as worker,

@@ -31,7 +31,7 @@ def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, *
 
 
 @pytest.mark.parametrize(("streams", "sequences"), [(4, 3), pytest.param(8, 8, marks=pytest.mark.matrix)])
-def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
+def test_concurrent_requests_have_the_texts_of_single_ones_even_if_a_worker_is_killed(
     quick_model: Path, module_home, streams, sequences
 ):
     cluster = f"several-{secrets.token_hex(6)}"

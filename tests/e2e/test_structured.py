@@ -115,7 +115,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**31))
-def test_an_answer_fits_its_schema_also_when_another_ring_takes_it_over(rings, schema, seed):
+def test_structured_output_matches_its_schema_even_if_another_ring_takes_over(rings, schema, seed):
     grammar = of_schema(schema)
     tokens, finished = rings.answer(grammar, seed=seed)
     if finished.reason == "stop":  # rarely, white space uses up all tokens
@@ -126,7 +126,7 @@ def test_an_answer_fits_its_schema_also_when_another_ring_takes_it_over(rings, s
     assert tokens[:cut] + rest == tokens
 
 
-def test_an_answer_to_any_json_object_is_one_or_was_cut_short(rings):
+def test_output_for_any_json_object_is_one_or_was_truncated(rings):
     tokens, finished = rings.answer(of_schema({"type": "object"}), seed=1, maximum=200)
     text = rings.text(tokens)
     assert text.startswith("{")
@@ -145,19 +145,19 @@ def test_a_grammar_of_text_is_followed(rings, grammar):
         assert finished.reason == "stop"
 
 
-def test_where_only_the_end_may_come_it_comes(rings):
+def test_output_ends_if_the_grammar_allows_only_the_end(rings):
     for changes in ({"min_tokens": 50}, {"ignore_eos": True}):
         tokens, finished = rings.answer(of_text('start: "yes"'), **changes)
         assert (rings.text(tokens), finished.reason) == ("yes", "stop")
 
 
-def test_an_answer_may_be_cut_short(rings):
+def test_structured_output_may_be_truncated(rings):
     tokens, finished = rings.answer(of_text('start: "a"{200}'), maximum=5)
     assert (len(tokens), finished.reason) == (5, "length")
     assert set(rings.text(tokens)) == {"a"}
 
 
-def test_a_grammar_that_is_wrong_ends_its_answer_and_nothing_else(rings):
+def test_an_invalid_grammar_ends_only_its_own_request(rings):
     tokens, finished = rings.answer("start: )")
     assert (tokens, finished.reason) == ([], "refused")
     assert "grammar" in finished.error

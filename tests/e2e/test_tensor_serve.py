@@ -88,7 +88,7 @@ def test_tokens_are_as_likely_as_to_the_whole_model(group, model):
     assert found["token_logprobs"] == pytest.approx(likely, abs=MAX_DIFFERENCE * float(np.abs(expected.logits).max()))
 
 
-def test_an_answer_goes_on_where_a_device_is_lost(group):
+def test_a_request_continues_after_the_loss_of_a_device(group):
     before = len(group.head.run.lines)
     reported = ask(group.head, lambda: ring_process(group.workers["g2"]).kill(), still=True, tokens=TOKENS)
     assert (reported.finish, reported.error) == ("length", None), group.head.run.output

@@ -15,7 +15,7 @@ PROMPT = "Why is the sky blue?"
 
 
 @pytest.mark.slow
-def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, quick_model: Path) -> None:
+def test_devices_that_trust_each_other_serve_together(make_lab: MakeLab, quick_model: Path) -> None:
     lab = make_lab(
         DeviceSpec(name="a", memory_bytes=2 << 30),
         DeviceSpec(name="b", memory_bytes=1 << 30, latency_ms=2),
@@ -36,7 +36,7 @@ def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, quick_m
 
 
 @pytest.mark.slow
-def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeLab, quick_model: Path) -> None:
+def test_devices_with_only_link_local_addresses_serve_together(make_lab: MakeLab, quick_model: Path) -> None:
     """A link-local address is only valid with its interface, which differs between devices."""
     lab = make_lab(*(DeviceSpec(name=name, memory_bytes=1 << 30, ipv4=False) for name in "abc"))
     with Cluster(lab, quick_model) as cluster:
@@ -49,7 +49,7 @@ def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeL
 
 
 @pytest.mark.slow
-def test_strangers_pair_by_a_code_and_answer(make_lab: MakeLab, quick_model: Path) -> None:
+def test_strangers_pair_by_a_code_and_serve(make_lab: MakeLab, quick_model: Path) -> None:
     lab = make_lab(DeviceSpec(name="a", memory_bytes=2 << 30), DeviceSpec(name="b", memory_bytes=1 << 30))
     with Cluster(lab, quick_model, trusting=False) as cluster:
         cluster.prepare()

@@ -12,7 +12,7 @@ def test_the_matrix_is_complete() -> None:
     assert len({cell.id for cell in CELLS}) == len(CELLS)
 
 
-def test_the_page_has_every_cell() -> None:
+def test_the_page_has_every_cell_of_the_matrix() -> None:
     page = PAGE.read_text(encoding="utf-8")
     seconds = pages_seconds(page)
     assert with_table(page, seconds) == page, "the page is not what the matrix says; run tools/faults"

@@ -32,7 +32,7 @@ def test_sizes_defaults_and_addresses_are_read() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FLEETS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_fleets_that_come_along_can_be_read(path: Path) -> None:
+def test_the_included_fleets_can_be_read(path: Path) -> None:
     assert load_fleet(path).devices
 
 
@@ -67,26 +67,26 @@ def test_the_fleets_that_come_along_can_be_read(path: Path) -> None:
         ({"defaults": {"ip": "10.77.0.3"}, "device": [{"name": "a"}]}, "ip: unknown here"),
     ],
 )
-def test_a_wrong_fleet_is_told_in_one_line(document: dict[str, object], named: str) -> None:
+def test_a_wrong_fleet_is_one_error_line(document: dict[str, object], named: str) -> None:
     with pytest.raises(LabError) as caught:
         parse_fleet(document, "fleet.toml")
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error_by_name(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[[device]\n")
     for name in ("bad.toml", "none.toml"):
         with pytest.raises(LabError, match=name):
             load_fleet(tmp_path / name)
 
 
-def test_a_lab_has_a_device() -> None:
+def test_a_lab_needs_at_least_one_device() -> None:
     with pytest.raises(LabError, match="from 1 to"):
         Fleet(())
 
 
-def test_version_1_is_taken_where_it_holds_the_controllers(tmp_path: Path) -> None:
+def test_cgroup_version_1_is_used_if_it_holds_the_controllers(tmp_path: Path) -> None:
     (tmp_path / "unified").mkdir()
     (tmp_path / "unified" / "cgroup.controllers").write_text("hugetlb\n")
     mounts = (
@@ -98,7 +98,7 @@ def test_version_1_is_taken_where_it_holds_the_controllers(tmp_path: Path) -> No
     assert found.folders == {"cpu": tmp_path / "cpu", "memory": tmp_path / "memory"}
 
 
-def test_version_2_gets_its_own_words(tmp_path: Path) -> None:
+def test_cgroup_version_2_gets_its_own_settings(tmp_path: Path) -> None:
     """Uses a plain folder; the real file system would create the files itself."""
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("memory pids\n")
@@ -120,12 +120,12 @@ def test_version_2_gets_its_own_words(tmp_path: Path) -> None:
     assert groups.procs("a") == [lab / "a" / "cgroup.procs"]
 
 
-def test_a_machine_without_cgroups_is_told() -> None:
+def test_a_machine_without_cgroups_is_an_error() -> None:
     with pytest.raises(LabError, match="cgroups"):
         find("1 0 0:1 / / rw - ext4 /dev/sda rw\n")
 
 
-def test_the_relay_holds_frames_for_their_time_and_keeps_their_order() -> None:
+def test_the_relay_delays_frames_and_keeps_their_order() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with near, far:
         far.setblocking(False)
@@ -141,7 +141,7 @@ def test_the_relay_holds_frames_for_their_time_and_keeps_their_order() -> None:
         assert way.held_bytes == 0
 
 
-def test_the_relay_drops_what_is_too_much_and_the_multicast_it_is_told_to() -> None:
+def test_the_relay_drops_frames_over_its_limit_and_multicast_if_off() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with near, far:
         way = Way(near, 1.0, multicast=False)

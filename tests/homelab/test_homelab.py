@@ -162,12 +162,12 @@ def test_a_disk_has_its_speed_and_fills_up(make_lab: MakeLab) -> None:
     (a.outside / "g").write_bytes(bytes(1 << 20))
 
 
-def test_a_disk_that_is_not_its_own_is_not_filled(pair: Homelab) -> None:
+def test_a_shared_disk_is_not_filled(pair: Homelab) -> None:
     with pytest.raises(LabError, match="disk_bytes"):
         pair.device("a").fill_disk()
 
 
-def test_a_cut_cable_is_seen_and_comes_back(pair: Homelab) -> None:
+def test_a_cut_cable_is_shown_and_can_be_plugged_again(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with probe(b, "serve", "b"):
         pair.cut("a")
@@ -178,7 +178,7 @@ def test_a_cut_cable_is_seen_and_comes_back(pair: Homelab) -> None:
         assert reaches(a, b.ip)
 
 
-def test_half_open_hangs_what_was_open_and_shows_no_cut(pair: Homelab) -> None:
+def test_half_open_hangs_open_connections_and_shows_no_cut(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with (
         probe(b, "serve", "b"),
@@ -194,7 +194,7 @@ def test_half_open_hangs_what_was_open_and_shows_no_cut(pair: Homelab) -> None:
         assert patient.ask("three").startswith("b three")  # on the same connection: TCP retransmitted it
 
 
-def test_a_device_without_power_says_nothing_until_it_is_back(pair: Homelab) -> None:
+def test_a_device_without_power_is_silent_until_it_is_back(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with probe(b, "serve", "b"), probe(a, "ask", b.ip, "0.5", PATIENCE_S) as client:
         pair.power_off("b")
@@ -240,7 +240,7 @@ def test_isolated_devices_reach_all_but_each_other(make_lab: MakeLab) -> None:
         lab.isolate("a", "a")
 
 
-def test_a_frozen_device_answers_when_it_thaws(pair: Homelab) -> None:
+def test_a_frozen_device_replies_once_it_thaws(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with (
         probe(b, "serve", "b"),
@@ -255,7 +255,7 @@ def test_a_frozen_device_answers_when_it_thaws(pair: Homelab) -> None:
         assert patient.ask("two").startswith("b two")
 
 
-def test_killing_a_device_takes_everything_that_runs_there(pair: Homelab) -> None:
+def test_killing_a_device_ends_everything_that_runs_there(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with running(a, "bash", "-c", "setsid sleep 1000 & echo started; wait") as shell, probe(b, "serve", "b"):
         shell.wait_for("started")
@@ -311,7 +311,7 @@ def test_devices_find_each_other_by_mdns_unless_multicast_is_off(make_lab: MakeL
             assert reaches(d, c.ip)  # other traffic gets through
 
 
-def test_a_command_that_is_not_there_is_told_in_one_line(pair: Homelab) -> None:
+def test_a_missing_command_is_one_error_line(pair: Homelab) -> None:
     done = pair.device("a").run(["/no/such/command"])
     assert done.returncode == 127
     assert done.stderr.startswith("homelab: error: /no/such/command: No such file")

@@ -98,7 +98,7 @@ def lab_of(pid: int) -> str | None:
     return None
 
 
-def test_a_lab_is_gone_after_its_block(make_lab: MakeLab) -> None:
+def test_a_lab_is_removed_after_its_block(make_lab: MakeLab) -> None:
     before = interfaces()
     with Homelab(FLEET) as lab, probe(lab.device("a"), "serve", "a"):
         assert traces(lab.id)
@@ -120,7 +120,7 @@ def test_a_lab_that_cannot_be_finished_undoes_itself(make_lab: MakeLab, monkeypa
     assert not traces(lab.id)
 
 
-def test_a_disk_that_cannot_be_made_is_told(make_lab: MakeLab) -> None:
+def test_a_disk_that_cannot_be_made_is_an_error(make_lab: MakeLab) -> None:
     lab = Homelab(Fleet((DeviceSpec(name="a", disk_bytes=(1 << 59)),)))
     with pytest.raises(LabError, match="disk_bytes"):
         lab.up()
@@ -128,7 +128,7 @@ def test_a_disk_that_cannot_be_made_is_told(make_lab: MakeLab) -> None:
 
 
 @pytest.mark.parametrize("when", ["halfway", "up"])
-def test_down_finds_what_a_killed_program_left(make_lab: MakeLab, when: str) -> None:
+def test_down_removes_leftovers_of_a_killed_program(make_lab: MakeLab, when: str) -> None:
     lab = crash(when)
     done = tool("down", lab)
     gone = done.stdout == f"lab {lab}: gone\n"
@@ -136,7 +136,7 @@ def test_down_finds_what_a_killed_program_left(make_lab: MakeLab, when: str) -> 
     assert not traces(lab)
 
 
-def test_the_next_lab_removes_what_a_killed_program_left(make_lab: MakeLab) -> None:
+def test_the_next_lab_removes_leftovers_of_a_killed_program(make_lab: MakeLab) -> None:
     lab = crash("up")
     make_lab(DeviceSpec(name="a"))
     assert not traces(lab)
@@ -209,7 +209,7 @@ def interrupted(fleet: Path) -> str | None:
     return lab
 
 
-def test_without_root_the_tool_says_so(tmp_path: Path) -> None:
+def test_without_root_the_tool_is_one_clear_error(tmp_path: Path) -> None:
     if missing() is not None:
         done = tool("status")
         assert done.returncode == 2

@@ -64,7 +64,7 @@ def asked(status: int, *events: str) -> Stream:
         return streamed(client("chat", url, "{}"))
 
 
-def test_an_answer_is_read_to_its_end() -> None:
+def test_a_stream_is_read_to_its_end() -> None:
     stream = asked(200, piece("The "), piece("sky"), piece(reason="stop"), "[DONE]")
     assert stream.text == "The sky"
     assert len(stream.times) == 2
@@ -73,7 +73,7 @@ def test_an_answer_is_read_to_its_end() -> None:
     assert settled(stream)
 
 
-def test_an_error_ends_an_answer_openly() -> None:
+def test_an_error_event_ends_a_stream() -> None:
     stream = asked(200, piece("The "), ERROR)
     assert stream.error == json.loads(ERROR)["error"]
     assert (stream.text, stream.finish_reason) == ("The ", None)
@@ -81,7 +81,7 @@ def test_an_error_ends_an_answer_openly() -> None:
 
 
 @pytest.mark.parametrize("events", [(), (piece("The "),), (piece("The "), "[DONE]"), (piece("x", "stop"), ERROR)])
-def test_a_silent_or_contradictory_end_is_none(events: tuple[str, ...]) -> None:
+def test_a_silent_or_contradictory_end_is_not_an_end(events: tuple[str, ...]) -> None:
     assert not settled(asked(200, *events))
 
 
@@ -102,7 +102,7 @@ def test_gaps_are_between_tokens() -> None:
     assert streamed(printed[:1]).longest_gap_s == 0
 
 
-def test_health_is_asked_and_awaited() -> None:
+def test_health_is_queried_and_awaited() -> None:
     with server(200, ['{"status": "ok"}']) as url:
         for words in (("health", url), ("wait", url, "5")):
             (printed,) = client(*words)

@@ -46,7 +46,7 @@ def trust_findings(cluster: Cluster, device: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_device_that_is_revoked_is_told_and_serves_with_all_others_when_it_is_paired_again(
+def test_a_revoked_device_is_notified_and_serves_with_all_others_once_paired_again(
     make_lab: MakeLab, tmp_path: Path
 ) -> None:
     lab = make_lab(*(DeviceSpec(name=name, memory_bytes=1 << 30) for name in "abc"))
@@ -74,7 +74,7 @@ def test_a_device_that_is_revoked_is_told_and_serves_with_all_others_when_it_is_
 
 
 @pytest.mark.slow
-def test_a_device_that_was_renamed_is_one_line_and_found_by_both_names(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_a_renamed_device_has_one_line_and_is_found_by_both_names(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(DeviceSpec(name="a"), DeviceSpec(name="b"))
     with Cluster(lab, tmp_path / "none.gguf") as cluster:
         cluster.prepare()
@@ -90,7 +90,7 @@ def test_a_device_that_was_renamed_is_one_line_and_found_by_both_names(make_lab:
 
 
 @pytest.mark.slow
-def test_a_head_is_asked_from_elsewhere_at_what_devices_shows_and_pairs_at_its_address(
+def test_a_head_is_reached_from_elsewhere_at_its_listed_address_and_pairs_there(
     make_lab: MakeLab, tmp_path: Path
 ) -> None:
     lab = make_lab(DeviceSpec(name="a", memory_bytes=1 << 30), DeviceSpec(name="b", memory_bytes=1 << 30))
