@@ -43,7 +43,7 @@ LONGEST = (
     "e2e/test_disk_faults.py",
     "e2e/test_exactness.py",
     "shell/test_profiler.py",
-    "e2e/test_kept_cells.py",
+    "e2e/test_kv_replication.py",
     "shell/test_cut_exact.py",
     "shell/test_state_exact.py",
     "homelab/test_faults.py",
@@ -78,8 +78,8 @@ LONGEST = (
     "core/test_draft_costs.py",
     "solver/test_by_expert.py",
     "e2e/test_replay_in_processes.py",
-    "e2e/test_kept_prompts.py",
-    "e2e/test_several_at_once.py",
+    "e2e/test_cached_prompts.py",
+    "e2e/test_concurrent_requests.py",
     "solver/test_simulate.py",
 )
 """Files that take from half a minute to several minutes, longest first."""

@@ -36,7 +36,7 @@ from primad.network.messages import (
 from primad.network.sockets import endpoint, open_socket
 from primad.system.wire import encode
 from primad.trust.identity import new_identity
-from tests.e2e.attacks_house import ROGUE, House, admin_port, listening, listening_of
+from tests.e2e.attacked_cluster import ROGUE, House, admin_port, listening, listening_of
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import PATIENCE_S, ring_process
 from tests.fakes.load import a_load

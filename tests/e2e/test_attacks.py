@@ -38,7 +38,7 @@ from primad.system.wire import encode
 from primad.trust.pairing import BETWEEN_TRIES_S, MAX_TRIES
 from primad.trust.pairing_links import pair_with
 from primad.trust.words import WORDS, parse_code
-from tests.e2e.attacks_house import House, connected, who
+from tests.e2e.attacked_cluster import House, connected, who
 from tests.e2e.attacks_mdns import datagrams, impostors
 from tests.e2e.attacks_rogue import (
     HELLO,

@@ -24,7 +24,7 @@ from primad.ring.speculation.messages import DraftModel
 from tests.e2e.cluster import Head, all_joined, heading, wait_until
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask
-from tests.e2e.test_several_at_once import ask_all
+from tests.e2e.test_concurrent_requests import ask_all
 from tools import synth
 from tools.lab.controlled import DRAWN, write_controlled
 from tools.lab.local_ring import GREEDY, LocalRing

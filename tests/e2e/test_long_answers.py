@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import primad, ring_process, wait_until
-from tests.e2e.kept import Lab
+from tests.e2e.kv_lab import Lab
 from tests.e2e.streams import show
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]

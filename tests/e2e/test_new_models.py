@@ -10,7 +10,7 @@ import pytest
 
 from primad.gguf.header import read_header
 from tests.e2e.cluster import PATIENCE_S, wait_until
-from tests.e2e.kept import Lab
+from tests.e2e.kv_lab import Lab
 from tests.e2e.streams import show
 from tools import synth
 

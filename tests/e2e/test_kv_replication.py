@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import ring_process, wait_until
-from tests.e2e.kept import Lab
+from tests.e2e.kv_lab import Lab
 from tests.e2e.streams import show
 
 pytestmark = pytest.mark.slow
