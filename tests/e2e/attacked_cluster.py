@@ -55,7 +55,7 @@ class Costs:
     descriptors: dict[int, int]
 
 
-class House:
+class AttackedCluster:
     """A head and a worker that serve by ``plan``, and a second worker that waits for a head of another cluster.
 
     With manual windows the plan is stable: on a busy machine devices are slower than their profiles, so a solved plan
@@ -146,7 +146,7 @@ class House:
         """Check that what happens inside changes no completion, and no process ends, grows, leaks or floods its log."""
         before, printed, began = self.costs(), self.logs(), time.monotonic()
         try:
-            with self._answering():
+            with self._serving_requests():
                 yield
         except BaseException as exc:
             exc.add_note(self.output())
@@ -160,29 +160,29 @@ class House:
         assert max(growth.values()) * 2**20 < MAX_GROWTH_BYTES, (what, growth)
         assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
         assert "Traceback" not in self.output()
-        wait_until(lambda: self._came_back(before), f"descriptors after {what}: {before}, {self.costs()}")
+        wait_until(lambda: self._recovered(before), f"descriptors after {what}: {before}, {self.costs()}")
 
-    def _came_back(self, before: Costs) -> bool:
+    def _recovered(self, before: Costs) -> bool:
         now = self.costs().descriptors
         return all(now[pid] <= count + MORE_DESCRIPTORS for pid, count in before.descriptors.items())
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _serving_requests(self) -> Iterator[None]:
         """Repeat a request while inside; every completion equals the undisturbed one."""
         ended = threading.Event()
         reported: list[streams.Reported] = []
 
-        def ask_on() -> None:
+        def repeat_request() -> None:
             while not (reported and ended.wait(PAUSE_S)):
                 reported.append(streams.ask(self.head, tokens=TOKENS))
 
-        asking = threading.Thread(target=ask_on)
-        asking.start()
+        thread = threading.Thread(target=repeat_request)
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            asking.join()
+            thread.join()
         assert reported, "no answer came"
         for each in reported:
             assert (each.text, each.finish, each.error) == (self.undisturbed, "length", None), self.output()
@@ -230,9 +230,9 @@ def connected(one: psutil.Process, other: psutil.Process) -> bool:
         return False
 
 
-def who(house: House, device: str = "guest") -> Who:
+def guest(attacked: AttackedCluster, device: str = "guest") -> Who:
     """Return the introduction of a device that wants to be paired."""
-    return Who(device=device, key=new_identity().public, cluster=house.cluster, version="0")
+    return Who(device=device, key=new_identity().public, cluster=attacked.cluster, version="0")
 
 
 def admin_port(home: Path) -> int:

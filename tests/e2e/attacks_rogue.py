@@ -36,13 +36,13 @@ from primad.network.messages import (
 from primad.network.sockets import endpoint, open_socket
 from primad.system.wire import encode
 from primad.trust.identity import new_identity
-from tests.e2e.attacked_cluster import ROGUE, House, admin_port, listening, listening_of
+from tests.e2e.attacked_cluster import ROGUE, AttackedCluster, admin_port, listening, listening_of
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import PATIENCE_S, ring_process
 from tests.fakes.load import a_load
 from tests.shell.gated import HOST, NOTHING_S
 
-KNOCK = Probe(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
+PROBE = Probe(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
 HELLO = Hello(protocol=PROTOCOL, version="9", device="rogue", session=1, build="none", gone_after_s=4.0)
 SMALL = LayerRef("cd" * 32, 256, (LayerTensor("attn.weight", 0, (64,), 0, 256),))
 LOAD = a_load(1, first=0, last=1, layers=(SMALL,), metadata=b"GGUF", width=576, context=512, rows=32)
@@ -58,24 +58,24 @@ class Rogue:
         self.socket.setsockopt(zmq.RCVBUF, 4096)
         self.socket.connect(endpoint(HOST, port))
 
-    async def say(self, *frames: bytes) -> None:
+    async def send_frames(self, *frames: bytes) -> None:
         """Send one message."""
         async with asyncio.timeout(PATIENCE_S):
             await self.socket.send_multipart(frames)
 
-    async def say_all(self, messages: Sequence[HeadMessage | bytes]) -> None:
+    async def send_all(self, messages: Sequence[HeadMessage | bytes]) -> None:
         """Send messages of the control link, or other bytes."""
         for message in messages:
-            await self.say(message if isinstance(message, bytes) else encode(message))
+            await self.send_frames(message if isinstance(message, bytes) else encode(message))
 
-    async def hear(self) -> WorkerMessage:
+    async def receive(self) -> WorkerMessage:
         """Return the next reply."""
         async with asyncio.timeout(PATIENCE_S):
             return decode_from_worker((await self.socket.recv_multipart())[0])
 
     async def wait_for(self, kind: type[Any]) -> Any:
         """Return the next reply of this kind."""
-        while not isinstance(message := await self.hear(), kind):
+        while not isinstance(message := await self.receive(), kind):
             continue
         return message
 
@@ -104,14 +104,14 @@ async def rogues(port: int, key: str, count: int = 1) -> AsyncIterator[list[Rogu
         context.destroy(linger=0)
 
 
-async def layer_doors(house: House) -> list[Door]:
+async def layer_doors(attacked: AttackedCluster) -> list[Door]:
     """Return the layer ports of the head and the worker, which only the control link reports."""
     found = []
-    pairing = (await house.open_pairing()).port
+    pairing = (await attacked.open_pairing()).port
     for owner in ("head", "w1"):
-        ports = listening(house.daemons[owner]) - listening_of(ring_process(house.daemons[owner]))
-        ports -= {house.head.port, house.port("w1"), pairing, admin_port(house.homes[owner])}
-        asking = [asyncio.create_task(_layers_at(house, owner, port)) for port in ports]
+        ports = listening(attacked.daemons[owner]) - listening_of(ring_process(attacked.daemons[owner]))
+        ports -= {attacked.head.port, attacked.port("w1"), pairing, admin_port(attacked.homes[owner])}
+        asking = [asyncio.create_task(_layers_at(attacked, owner, port)) for port in ports]
         found.append(await next(asyncio.as_completed(asking)))  # the head's port for relayed requests does not reply
         for each in asking:
             each.cancel()
@@ -119,11 +119,11 @@ async def layer_doors(house: House) -> list[Door]:
     return found
 
 
-async def _layers_at(house: House, owner: str, port: int) -> Door:
-    async with rogues(port, house.key(owner)) as (rogue,):
-        await rogue.say(encode(AskPresent(digests=[house.layer()])))
+async def _layers_at(attacked: AttackedCluster, owner: str, port: int) -> Door:
+    async with rogues(port, attacked.key(owner)) as (rogue,):
+        await rogue.send_frames(encode(AskPresent(digests=[attacked.layer()])))
         await rogue.answered()
-    return Door(owner, port, "zmq", house.key(owner))
+    return Door(owner, port, "zmq", attacked.key(owner))
 
 
 def nonsense() -> list[bytes]:

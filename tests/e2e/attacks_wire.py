@@ -22,7 +22,7 @@ from tests.figures import note
 from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_first_ends
 from tests.shell.test_wire_attacks import GARBAGE
 
-MAX_HEARD_BYTES = 320
+MAX_REPLY_BYTES = 320
 """A greeting (64), a WELCOME (170) and an ERROR (9), or an HTTP error with its headers."""
 QUESTION = b"give me your layers"
 _COMMAND = 0x04
@@ -51,18 +51,18 @@ class Door:
     key: str
 
 
-def judge(door: Door, heard: bytes) -> None:
+def judge(door: Door, received: bytes) -> None:
     """Check that only a greeting and a refusal were received."""
-    assert len(heard) <= MAX_HEARD_BYTES, (door, heard)
+    assert len(received) <= MAX_REPLY_BYTES, (door, received)
     if door.kind == "pairing":
-        assert heard == b"", (door, heard)
+        assert received == b"", (door, received)
     elif door.kind == "http":
-        assert not heard or heard.startswith(b"HTTP/1.1 4"), (door, heard)
-    elif heard:
-        assert heard[:1] == b"\xff", (door, heard)
-        if len(heard) > 64:
-            assert heard[12:32] == b"CURVE".ljust(20, b"\x00"), (door, heard)
-            assert set(commands(heard[64:])) <= _NOTHING_SECRET, (door, heard)
+        assert not received or received.startswith(b"HTTP/1.1 4"), (door, received)
+    elif received:
+        assert received[:1] == b"\xff", (door, received)
+        if len(received) > 64:
+            assert received[12:32] == b"CURVE".ljust(20, b"\x00"), (door, received)
+            assert set(commands(received[64:])) <= _NOTHING_SECRET, (door, received)
 
 
 def commands(data: bytes) -> Iterator[bytes]:
@@ -80,10 +80,10 @@ async def send_raw(door: Door, data: bytes) -> bytes:
         reader, writer = await raw(door.port)
         opened = time.monotonic()
         writer.write(data)
-        heard = await until_closed(reader)
+        received = await until_closed(reader)
         note("cut off", time.monotonic() - opened)
         writer.transport.abort()
-        return heard
+        return received
 
 
 async def dribble(door: Door) -> bytes:
@@ -94,16 +94,16 @@ async def dribble(door: Door) -> bytes:
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await raw(door.port)
         opened = time.monotonic()
-        heard = asyncio.ensure_future(until_closed(reader))
+        received = asyncio.ensure_future(until_closed(reader))
         for byte in words:
             writer.write(bytes([byte]))
-            await asyncio.wait([heard], timeout=0.2)
-            if heard.done():
+            await asyncio.wait([received], timeout=0.2)
+            if received.done():
                 break
-        await heard
+        await received
         note("cut off", time.monotonic() - opened)
         writer.transport.abort()
-        return heard.result()
+        return received.result()
 
 
 async def burst(door: Door, count: int) -> list[bytes]:
@@ -120,14 +120,14 @@ async def burst(door: Door, count: int) -> list[bytes]:
         assert len(opened) > 0.9 * count, f"{door}: only {len(opened)} of {count} came as far as the door"
         for _, writer in opened[::2]:
             writer.write((ZMTP_CURVE, ZMTP_NULL)[len(opened) % 2])
-        heard = [asyncio.ensure_future(until_closed(reader)) for reader, _ in opened]
-        left = await all_but(count // 20, heard)
+        received = [asyncio.ensure_future(until_closed(reader)) for reader, _ in opened]
+        left = await all_but(count // 20, received)
         assert len(left) <= count // 20, f"{door}: {len(left)} connections were not cut off"
-        for (_, writer), each in zip(opened, heard, strict=True):
+        for (_, writer), each in zip(opened, received, strict=True):
             if each in left:
                 writer.write(b"\0")
         async with asyncio.timeout(PATIENCE_S):
-            return list(await asyncio.gather(*heard))
+            return list(await asyncio.gather(*received))
     finally:
         for _, writer in opened:
             writer.transport.abort()
@@ -209,14 +209,14 @@ async def tap(port: int) -> AsyncIterator[Tap]:
 CLIENTS = ("none", "plain", "own key", "guessed server key", "server's public key as its own")
 
 
-def _client(context: zmq.asyncio.Context, door: Door, who: str) -> zmq.asyncio.Socket:
+def _client(context: zmq.asyncio.Context, door: Door, device: str) -> zmq.asyncio.Socket:
     """Return a stranger's ZeroMQ client."""
     mine = new_identity()
-    match who:
+    match device:
         case "none" | "plain":
             socket = context.socket(zmq.DEALER)
             socket.linger = 0
-            if who == "plain":
+            if device == "plain":
                 socket.plain_username, socket.plain_password = b"primad", b"primad"
             return socket
         case "own key":
@@ -228,18 +228,18 @@ def _client(context: zmq.asyncio.Context, door: Door, who: str) -> zmq.asyncio.S
             return open_socket(context, zmq.DEALER, identity=thief, server=door.key)
 
 
-async def ask_as(door: Door, who: str) -> list[bytes]:
-    """Send a request over ZeroMQ as ``who`` of ``CLIENTS``; no reply must come. Return each connection's bytes."""
+async def request_as(door: Door, device: str) -> list[bytes]:
+    """Send a request over ZeroMQ as ``device`` of ``CLIENTS``; no reply must come. Return each connection's bytes."""
     context = zmq.asyncio.Context()
     try:
         async with tap(door.port) as between:
-            socket = _client(context, door, who)
+            socket = _client(context, door, device)
             socket.connect(endpoint(HOST, between.port))
             answer = asyncio.ensure_future(socket.recv_multipart())
             await socket.send(QUESTION)
             async with asyncio.timeout(PATIENCE_S):
                 await between.ended.wait()
-            assert not answer.done(), (door, who)
+            assert not answer.done(), (door, device)
             answer.cancel()
             await asyncio.wait([answer])
             socket.close()

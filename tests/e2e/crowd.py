@@ -36,8 +36,8 @@ class Crowd:
 
     async def ask(self, requests: int, clients: int) -> None:
         """Send ``requests`` requests, at most ``clients`` at a time."""
-        ways: Sequence[Callable[[httpx.AsyncClient], Awaitable[None]]]
-        ways = (self.whole, self.streamed, self.slow, self.leaves, self.gives_up, self.choices)
+        behaviours: Sequence[Callable[[httpx.AsyncClient], Awaitable[None]]]
+        behaviours = (self.whole, self.streamed, self.slow, self.leaves, self.gives_up, self.choices)
         turns = asyncio.Semaphore(clients)
         limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client, asyncio.TaskGroup() as group:
@@ -48,7 +48,7 @@ class Crowd:
                     self.ends[way.__name__] += 1
 
             for _ in range(requests):
-                group.create_task(one(self._random.choice(ways)))
+                group.create_task(one(self._random.choice(behaviours)))
 
     def _body(self, **fields: object) -> dict[str, object]:
         prompt, seed = self._random.choice(PROMPTS), self._random.randrange(1000)
@@ -98,7 +98,7 @@ class Crowd:
 
 
 @dataclass(frozen=True)
-class Held:
+class Resources:
     """What all processes of a head use."""
 
     descriptors: int
@@ -106,7 +106,7 @@ class Held:
     private_bytes: int
 
 
-def held(head: Head) -> Held:
+def resources_of(head: Head) -> Resources:
     """Wait until ``head`` has no open responses and no connections of clients; return what it uses."""
 
     def settled() -> bool:
@@ -116,7 +116,7 @@ def held(head: Head) -> Held:
         return True
 
     wait_until(settled, "no answer is open")
-    return _held(head.run.processes())
+    return _resources_of(head.run.processes())
 
 
 def _connections(head: Head) -> list[object]:
@@ -124,8 +124,8 @@ def _connections(head: Head) -> list[object]:
     return [each for each in ours if each.laddr.port == head.port and each.status != psutil.CONN_LISTEN]
 
 
-def _held(processes: Sequence[psutil.Process]) -> Held:
-    return Held(
+def _resources_of(processes: Sequence[psutil.Process]) -> Resources:
+    return Resources(
         descriptors=sum(process.num_fds() for process in processes),
         threads=sum(process.num_threads() for process in processes),
         private_bytes=sum(process.memory_full_info().uss for process in processes),

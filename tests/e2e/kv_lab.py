@@ -84,7 +84,7 @@ class Lab:
     def computing(self) -> set[str]:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
-    def goes_on(self, act: Callable[[], object], max_again: int) -> None:
+    def resumes_after(self, act: Callable[[], object], max_again: int) -> None:
         """``act`` in the middle of an answer, of which at most so many tokens may be computed again."""
         before = self.kv
         reported = self.ask(act)

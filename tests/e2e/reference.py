@@ -125,7 +125,7 @@ class Plain:
             logits.append(self._logits())
         return Continuation(tokens, np.array(logits))
 
-    def draw(
+    def sample(
         self,
         prompt: list[int],
         count: int,

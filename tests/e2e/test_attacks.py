@@ -38,11 +38,11 @@ from primad.system.wire import encode
 from primad.trust.pairing import BETWEEN_TRIES_S, MAX_TRIES
 from primad.trust.pairing_links import pair_with
 from primad.trust.words import WORDS, parse_code
-from tests.e2e.attacked_cluster import House, connected, who
+from tests.e2e.attacked_cluster import AttackedCluster, connected, guest
 from tests.e2e.attacks_mdns import datagrams, impostors
 from tests.e2e.attacks_rogue import (
     HELLO,
-    KNOCK,
+    PROBE,
     echoes,
     introductions,
     keys,
@@ -53,7 +53,7 @@ from tests.e2e.attacks_rogue import (
     requests,
     rogues,
 )
-from tests.e2e.attacks_wire import CLIENTS, RAW, Door, ask_as, burst, dribble, judge, send_raw, tap
+from tests.e2e.attacks_wire import CLIENTS, RAW, Door, burst, dribble, judge, request_as, send_raw, tap
 from tests.e2e.cluster import PATIENCE_S, ring_process, wait_until
 from tests.e2e.streams import ask
 from tests.figures import note
@@ -71,22 +71,22 @@ def houses(tmp_path_factory) -> Iterator[ExitStack]:
 
 
 @pytest.fixture(scope="module")
-def house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
+def attacked(quick_model: Path, module_home, tmp_path_factory) -> Iterator[AttackedCluster]:
     with houses(tmp_path_factory) as stack:
-        yield House(stack, quick_model, module_home, "--windows", "2,13", "--rounds", 1)
+        yield AttackedCluster(stack, quick_model, module_home, "--windows", "2,13", "--rounds", 1)
 
 
 @pytest.fixture
-def planned_house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
-    """A house whose head may continue without the worker."""
+def attacked_ring(quick_model: Path, module_home, tmp_path_factory) -> Iterator[AttackedCluster]:
+    """A cluster whose head may continue without the worker."""
     with houses(tmp_path_factory) as stack:
-        yield House(stack, quick_model, module_home, "--wait", 1, "--use-all")
+        yield AttackedCluster(stack, quick_model, module_home, "--wait", 1, "--use-all")
 
 
 @pytest.fixture
-async def doors(house: House) -> list[Door]:
+async def doors(attacked: AttackedCluster) -> list[Door]:
     """Every open TCP port, including that of pairing."""
-    return house.doors((await house.open_pairing()).port)
+    return attacked.doors((await attacked.open_pairing()).port)
 
 
 def attacking(attack: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -106,105 +106,105 @@ async def all_over(attacks: Sequence[tuple[Door, asyncio.Task[Any]]]) -> None:
 
 
 async def test_strangers_noise_and_slow_clients_get_a_greeting_and_a_refusal_at_every_door(
-    house: House, doors: list[Door]
+    attacked: AttackedCluster, doors: list[Door]
 ):
-    with house.undisturbed_by("strangers, noise and slow clients"):
-        asked = [(door, attacking(ask_as(door, who), who)) for door in doors for who in CLIENTS]
+    with attacked.undisturbed_by("strangers, noise and slow clients"):
+        asked = [(door, attacking(request_as(door, client), client)) for door in doors for client in CLIENTS]
         sent = [(door, attacking(send_raw(door, data), name)) for door in doors for name, data in RAW.items()]
         slow = [(door, attacking(dribble(door), f"slow {at}")) for door in doors for at in range(20)]
         await all_over([*asked, *sent, *slow])
-        for door, heard in [*sent, *slow]:
-            judge(door, heard.result())
+        for door, received in [*sent, *slow]:
+            judge(door, received.result())
         for door, answers in asked:
-            for heard in answers.result():
-                judge(door, heard)
+            for received in answers.result():
+                judge(door, received)
 
 
-async def test_a_thousand_connections_a_second_at_every_door(house: House, doors: list[Door]):
-    with house.undisturbed_by("a burst"):
+async def test_a_thousand_connections_a_second_at_every_door(attacked: AttackedCluster, doors: list[Door]):
+    with attacked.undisturbed_by("a burst"):
         bursts = []
         for at, door in enumerate(doors):
             bursts.append((door, attacking(burst(door, 500), "burst")))
             await asyncio.wait([bursts[-1][1]], timeout=0.5 if at < len(doors) - 1 else None)
         await all_over(bursts)
         for door, answers in bursts:
-            for heard in answers.result():
-                judge(door, heard)
+            for received in answers.result():
+                judge(door, received)
 
 
-async def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_working(house: House):
+async def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_working(attacked: AttackedCluster):
     """The head trusts the device and has introduced it to the worker, which does not take it as its head."""
-    with house.undisturbed_by("nonsense"):
-        async with rogues(house.port("w1"), house.key("w1")) as (rogue,):
-            await rogue.say_all(nonsense())
-            await rogue.say(b"one", b"two")
-            await rogue.say(*[b""] * 500)
+    with attacked.undisturbed_by("nonsense"):
+        async with rogues(attacked.port("w1"), attacked.key("w1")) as (rogue,):
+            await rogue.send_all(nonsense())
+            await rogue.send_frames(b"one", b"two")
+            await rogue.send_frames(*[b""] * 500)
             for message in (HELLO, *not_its_business()):
-                await rogue.say_all([message])
+                await rogue.send_all([message])
                 assert "does not take this device as a head" in (await rogue.wait_for(Refused)).reason
-            await rogue.say_all([KNOCK])
-            assert (await rogue.wait_for(Probed)).device == house.name("w1")
+            await rogue.send_all([PROBE])
+            assert (await rogue.wait_for(Probed)).device == attacked.name("w1")
 
 
-async def test_floods_of_a_trusted_device_cost_little(house: House):
-    digest = house.layer()
-    layers = await layer_doors(house)
+async def test_floods_of_a_trusted_device_cost_little(attacked: AttackedCluster):
+    digest = attacked.layer()
+    layers = await layer_doors(attacked)
 
     async def echo(owner: str, port: int) -> None:
-        async with rogues(port, house.key(owner), 4) as many:
-            await asyncio.gather(*(rogue.say_all(echoes()) for rogue in many))
-        async with rogues(port, house.key(owner)) as (again,):
-            await again.say_all([KNOCK])
+        async with rogues(port, attacked.key(owner), 4) as many:
+            await asyncio.gather(*(rogue.send_all(echoes()) for rogue in many))
+        async with rogues(port, attacked.key(owner)) as (again,):
+            await again.send_all([PROBE])
             await again.wait_for(Probed)
 
     async def fetch(door: Door) -> None:
         async with rogues(door.port, door.key, 2) as many:
-            await asyncio.gather(*(rogue.say_all(requests(digest)) for rogue in many))
+            await asyncio.gather(*(rogue.send_all(requests(digest)) for rogue in many))
 
-    with house.undisturbed_by("floods"):
-        await asyncio.gather(echo("w1", house.port("w1")), *(fetch(door) for door in layers))
+    with attacked.undisturbed_by("floods"):
+        await asyncio.gather(echo("w1", attacked.port("w1")), *(fetch(door) for door in layers))
 
 
-async def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
-    with house.undisturbed_by("a rogue head"):
-        async with rogues(house.port("idle"), house.key("idle")) as (rogue,):
-            await rogue.say_all([HELLO])
-            assert (await rogue.wait_for(Welcome)).profile.device == house.name("idle")
+async def test_a_rogue_head_is_obeyed_within_limits_only(attacked: AttackedCluster):
+    with attacked.undisturbed_by("a rogue head"):
+        async with rogues(attacked.port("idle"), attacked.key("idle")) as (rogue,):
+            await rogue.send_all([HELLO])
+            assert (await rogue.wait_for(Welcome)).profile.device == attacked.name("idle")
             absurd = msgspec.structs.replace(loads(1)[0], rows=8192, width=1 << 20)
-            await rogue.say_all([absurd])
-            await asyncio.to_thread(house.idle.wait_for, "for which no device has memory")
-            await rogue.say_all(loads(100))
+            await rogue.send_all([absurd])
+            await asyncio.to_thread(attacked.idle.wait_for, "for which no device has memory")
+            await rogue.send_all(loads(100))
             while not (
                 faults := [each.broken.fault for each in (await rogue.wait_for(StageStates)).states if each.broken]
             ):
                 continue
             assert set(faults) <= {"disk", "fetch", "load"}
             for revoked in range(5):
-                await rogue.say_all([Introduce(devices=introductions(), revoked=keys(MAX_DEVICES if revoked else 0))])
-            await rogue.say_all([Ping(status=True)])
+                await rogue.send_all([Introduce(devices=introductions(), revoked=keys(MAX_DEVICES if revoked else 0))])
+            await rogue.send_all([Ping(status=True)])
             await rogue.wait_for(Pong)
-            await rogue.say_all([msgspec.structs.replace(HELLO, session=number) for number in range(50)])
-            await rogue.say_all([msgspec.structs.replace(KNOCK, protocol=1, oldest=1)] * 500)
-            await rogue.say_all([KNOCK])
+            await rogue.send_all([msgspec.structs.replace(HELLO, session=number) for number in range(50)])
+            await rogue.send_all([msgspec.structs.replace(PROBE, protocol=1, oldest=1)] * 500)
+            await rogue.send_all([PROBE])
             await rogue.wait_for(Probed)
-    assert house.idle.process.poll() is None
+    assert attacked.idle.process.poll() is None
 
 
-async def test_a_recorded_conversation_is_useless_to_an_attacker(house: House, doors: list[Door]):
+async def test_a_recorded_conversation_is_useless_to_an_attacker(attacked: AttackedCluster, doors: list[Door]):
     """Traffic of a trusted device is recorded, then corrupted in transit, then replayed to every port."""
-    with house.undisturbed_by("a replay"):
-        async with tap(house.port("w1")) as between, rogues(between.port, house.key("w1")) as (rogue,):
-            await rogue.say_all([KNOCK])
+    with attacked.undisturbed_by("a replay"):
+        async with tap(attacked.port("w1")) as between, rogues(between.port, attacked.key("w1")) as (rogue,):
+            await rogue.send_all([PROBE])
             await rogue.wait_for(Probed)
             recorded = bytes(between.talks[0].up)
             assert b"rogue" not in recorded + between.talks[0].down
             between.ended.clear()
             between.flips = 1
-            await rogue.say_all([Echo(payload=b"", answer_bytes=0)])
+            await rogue.send_all([Echo(payload=b"", answer_bytes=0)])
             await between.ended.wait()  # the worker disconnects when a message was altered
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
-                    while not isinstance(await rogue.hear(), Echoed):
+                    while not isinstance(await rogue.receive(), Echoed):
                         continue
                     raise AssertionError("what was changed on the way was answered")
         printed = [
@@ -214,104 +214,108 @@ async def test_a_recorded_conversation_is_useless_to_an_attacker(house: House, d
             for end in (64, 264, len(recorded))
         ]
         await all_over(printed)
-        for door, heard in printed:
-            judge(door, heard.result())
+        for door, received in printed:
+            judge(door, received.result())
 
 
-async def test_mdns_reveals_only_public_data_and_garbage_there_costs_nothing(house: House):
-    house.code = await house.open_pairing()
-    with house.undisturbed_by("mDNS"):
+async def test_mdns_reveals_only_public_data_and_garbage_there_costs_nothing(attacked: AttackedCluster):
+    attacked.code = await attacked.open_pairing()
+    with attacked.undisturbed_by("mDNS"):
         peers: list[Peer] = []
-        code = house.code.code.partition("-")
-        printed = {None, (int(code[0]), house.code.port)}
+        code = attacked.code.code.partition("-")
+        printed = {None, (int(code[0]), attacked.code.port)}
         async with asyncio.timeout(PATIENCE_S):
             # Two seconds may be too short on a busy machine, and an open code is announced a little later.
             while len(peers) < 2 or {peer.pairing for peer in peers} != printed:
-                peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == house.cluster]
-        assert {peer.device for peer in peers} == {house.name("head"), house.name("w1")}
-        assert {peer.key for peer in peers} == {house.key("head"), house.key("w1")}
+                peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == attacked.cluster]
+        assert {peer.device for peer in peers} == {attacked.name("head"), attacked.name("w1")}
+        assert {peer.key for peer in peers} == {attacked.key("head"), attacked.key("w1")}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             for data in datagrams():
                 sender.sendto(data, ("127.0.0.1", 5353))
-        async with impostors(house.cluster, house.name("w1"), 8):
+        async with impostors(attacked.cluster, attacked.name("w1"), 8):
             # The head, which saw the worker before, gives the impostor another name.
-            namesake = f"it is ignored|{house.name('w1')}-2 is in sight, but not paired"
-            await asyncio.to_thread(house.head.run.wait_for, namesake)
-            await asyncio.to_thread(house.head.run.wait_for, "fake-7 is in sight, but not paired")
+            namesake = f"it is ignored|{attacked.name('w1')}-2 is in sight, but not paired"
+            await asyncio.to_thread(attacked.head.run.wait_for, namesake)
+            await asyncio.to_thread(attacked.head.run.wait_for, "fake-7 is in sight, but not paired")
 
 
-async def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(house: House):
-    shown = await house.open_pairing()
+async def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(attacked: AttackedCluster):
+    shown = await attacked.open_pairing()
     right = parse_code(shown.code)
     wrong = replace(right, second=next(word for word in WORDS if word != right.second))
     printed, began = [], time.monotonic()
     for _ in range(MAX_TRIES):
         with pytest.raises(ClusterError) as refused:
-            await pair_with("127.0.0.1", shown.port, wrong, who(house), lambda: None)
+            await pair_with("127.0.0.1", shown.port, wrong, guest(attacked), lambda: None)
         printed.append(str(refused.value))
     with pytest.raises(ClusterError):
-        await pair_with("127.0.0.1", shown.port, right, who(house), lambda: None)
+        await pair_with("127.0.0.1", shown.port, right, guest(attacked), lambda: None)
     assert time.monotonic() - began > (MAX_TRIES - 1) * BETWEEN_TRIES_S
     assert "4 tries are left" in printed[0]
     assert "the code is invalid" in printed[-1]
-    house.head.run.wait_for("the pairing code was tried too often and is void")
-    again = await house.open_pairing()
+    attacked.head.run.wait_for("the pairing code was tried too often and is void")
+    again = await attacked.open_pairing()
     assert again.code != shown.code
-    assert shown.code not in house.output()
+    assert shown.code not in attacked.output()
 
 
-async def test_only_one_of_two_devices_with_the_same_code_is_paired(house: House):
-    shown = await house.open_pairing()
+async def test_only_one_of_two_devices_with_the_same_code_is_paired(attacked: AttackedCluster):
+    shown = await attacked.open_pairing()
     code = parse_code(shown.code)
-    both = [pair_with("127.0.0.1", shown.port, code, who(house, name), lambda: None) for name in ("first", "second")]
+    both = [
+        pair_with("127.0.0.1", shown.port, code, guest(attacked, name), lambda: None) for name in ("first", "second")
+    ]
     outcomes = await asyncio.gather(*both, return_exceptions=True)
     assert sorted(isinstance(each, ClusterError) for each in outcomes) == [False, True], outcomes
     with pytest.raises(ClusterError):
-        await pair_with("127.0.0.1", shown.port, code, who(house, "third"), lambda: None)
-    house.head.run.wait_for("paired with (first|second)")
-    assert house.head.run.output.count("paired with first") + house.head.run.output.count("paired with second") == 1
+        await pair_with("127.0.0.1", shown.port, code, guest(attacked, "third"), lambda: None)
+    attacked.head.run.wait_for("paired with (first|second)")
+    assert (
+        attacked.head.run.output.count("paired with first") + attacked.head.run.output.count("paired with second") == 1
+    )
 
 
-async def test_a_device_revoked_during_a_session_is_cut_off(house: House):
+async def test_a_device_revoked_during_a_session_is_cut_off(attacked: AttackedCluster):
     """The head cuts off a connected device at once, the worker within seconds, when the head notifies it."""
-    (layers, others) = await layer_doors(house)
-    question = encode(AskPresent(digests=[house.layer()]))
-    with house.undisturbed_by("a revoked device"):
+    (layers, others) = await layer_doors(attacked)
+    question = encode(AskPresent(digests=[attacked.layer()]))
+    with attacked.undisturbed_by("a revoked device"):
         async with (
-            rogues(house.port("w1"), house.key("w1")) as (control,),
+            rogues(attacked.port("w1"), attacked.key("w1")) as (control,),
             rogues(layers.port, layers.key) as (given,),
             rogues(others.port, others.key) as (shared,),
         ):
-            await control.say_all([KNOCK])
+            await control.send_all([PROBE])
             await control.wait_for(Probed)
             for link in (given, shared):
-                await link.say(question)
+                await link.send_frames(question)
                 await link.answered()
-            house.command("devices", "revoke", "rogue", "--home", house.homes["head"])
-            await given.say(question)
+            attacked.command("devices", "revoke", "rogue", "--home", attacked.homes["head"])
+            await given.send_frames(question)
             assert not await given.is_answered()
-            await control.say_all([KNOCK])
-            while isinstance(heard := await control.hear(), Probed):
-                await control.say_all([KNOCK])
-            await control.say_all([Echo(payload=b"", answer_bytes=0)])
-            for refused in (heard, await control.hear()):
+            await control.send_all([PROBE])
+            while isinstance(received := await control.receive(), Probed):
+                await control.send_all([PROBE])
+            await control.send_all([Echo(payload=b"", answer_bytes=0)])
+            for refused in (received, await control.receive()):
                 assert isinstance(refused, Refused)
                 assert "no longer trusts this device" in refused.reason
-            await shared.say(question)
+            await shared.send_frames(question)
             assert not await shared.is_answered()
 
 
-def test_a_worker_revoked_during_a_request_computes_no_more_of_it(planned_house: House):
+def test_a_worker_revoked_during_a_request_computes_no_more_of_it(attacked_ring: AttackedCluster):
     def revoke() -> None:
-        sender, receiver = ring_process(planned_house.head.run), ring_process(planned_house.worker)
+        sender, receiver = ring_process(attacked_ring.head.run), ring_process(attacked_ring.worker)
         assert connected(receiver, sender)
-        planned_house.command("devices", "revoke", planned_house.key_text("w1"), "--home", planned_house.homes["head"])
+        attacked_ring.command("devices", "revoke", attacked_ring.key_text("w1"), "--home", attacked_ring.homes["head"])
         revoked_at = time.monotonic()
         wait_until(lambda: not connected(receiver, sender), "the ring is cut")
         note("revoked", time.monotonic() - revoked_at)
 
-    reported = ask(planned_house.head, revoke)
-    assert (reported.finish, reported.error) == ("length", None), planned_house.output()
-    assert reported.text.startswith(planned_house.undisturbed)
-    assert planned_house.head.health()[0] == 200
-    assert "Traceback" not in planned_house.output()
+    reported = ask(attacked_ring.head, revoke)
+    assert (reported.finish, reported.error) == ("length", None), attacked_ring.output()
+    assert reported.text.startswith(attacked_ring.undisturbed)
+    assert attacked_ring.head.health()[0] == 200
+    assert "Traceback" not in attacked_ring.output()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import all_joined, heading
-from tests.e2e.crowd import Crowd, held
+from tests.e2e.crowd import Crowd, resources_of
 from tests.e2e.streams import ask, show
 
 pytestmark = pytest.mark.slow
@@ -36,10 +36,10 @@ async def test_every_request_of_a_crowd_ends_and_leaves_nothing_open(
         head.wait_serving()
         alone = ask(head, tokens=16).text
         await Crowd(head.url, seed=1).ask(clients, clients)  # creates the threads and buffers that stay
-        before = held(head)
+        before = resources_of(head)
         crowd = Crowd(head.url, seed=2)
         await crowd.ask(requests, clients)
-        after = held(head)
+        after = resources_of(head)
         show(f"{requests} requests of {clients} clients: {dict(crowd.ends)}; before {before}, after {after}")
         assert crowd.ends.total() == requests
         assert after.descriptors <= before.descriptors + MAX_MORE

@@ -118,7 +118,7 @@ class Lab:
             f"{file.name} was fetched again",
         )
 
-    def goes_on(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
+    def continues_after(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
         """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile, and why if it was ``breaking``."""
         before = len(self.head.run.lines)
         reported = ask(self.head, act, still=True, tokens=TOKENS, middle=MIDDLE)
@@ -188,7 +188,7 @@ def test_layers_stream(lab):
 def test_a_layer_that_cannot_be_read(lab):
     lab.wait_computing("w1", "w2")
     bad = lab.streamed("w1", 0)
-    printed = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
+    printed = lab.continues_after(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
     assert breaks(printed) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w1", "w2")
     lab.wait_whole("w1", bad, lambda: not bad_disk.is_spoilt(lab.disk / bad.name))
@@ -199,7 +199,7 @@ def test_a_layer_file_is_cut_short(lab):
     lab.wait_computing("w1", "w2")
     cut = lab.streamed("w2", 0)
     size = cut.stat().st_size
-    printed = lab.goes_on(lambda: os.truncate(cut, size // 2), "a layer file of a worker cut short")
+    printed = lab.continues_after(lambda: os.truncate(cut, size // 2), "a layer file of a worker cut short")
     (line,) = breaks(printed)
     assert line.startswith("w2: ")
     assert str(cut) in line
@@ -213,7 +213,7 @@ def test_a_layer_file_is_overwritten(lab):
     lab.wait_computing("w1", "w2")
     file = lab.streamed("w1", 1)
     before = file.read_bytes()
-    printed = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
+    printed = lab.continues_after(lambda: overwrite(file), "a layer file of a worker overwritten")
     assert breaks(printed) == [f"w1: {written_to(file)}"]
     lab.wait_computing("w1", "w2")
     lab.wait_whole("w1", file, lambda: file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:])
@@ -226,7 +226,10 @@ def test_a_layer_file_is_replaced(lab, tmp_path):
     file = lab.streamed("w2", 1)
     other = file.with_name("other")
     other.write_bytes(os.urandom(file.stat().st_size))
-    assert breaks(lab.goes_on(lambda: other.replace(file), "a layer file of a worker replaced", breaking=False)) == []
+    assert (
+        breaks(lab.continues_after(lambda: other.replace(file), "a layer file of a worker replaced", breaking=False))
+        == []
+    )
 
 
 @needs_pages
@@ -238,7 +241,7 @@ def test_a_layer_of_the_head_is_cut_short(lab):
     lab.wait_computing("w1", "w2")
     cut = lab.layers("head", streamed=False)[0]
     size = cut.stat().st_size
-    printed = lab.goes_on(lambda: os.truncate(cut, size - size // 100), "a layer file of the head cut short")
+    printed = lab.continues_after(lambda: os.truncate(cut, size - size // 100), "a layer file of the head cut short")
     (line,) = breaks(printed)
     signalled = f"a layer file was cut short or its disk failed while it was read (SIGBUS): {cut};"
     assert line.startswith(signalled) or line == written_to(cut), line
@@ -250,7 +253,7 @@ def test_a_disk_that_fails_again_and_again(lab):
     """Its device was given layers again twice; that will not do for ever."""
     lab.wait_computing("w1", "w2")
     bad = lab.streamed("w1", 2)
-    printed = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
+    printed = lab.continues_after(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
     assert breaks(printed) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w2")
 

@@ -107,7 +107,9 @@ async def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     ("architecture", "rows"),
     [("qwen35", 4), ("granitehybrid", 1), pytest.param("nemotron_h", 4, marks=pytest.mark.matrix)],
 )
-async def test_states_are_rolled_back_after_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
+async def test_states_are_rolled_back_after_drafts_and_several_are_computed_in_one_step(
+    tmp_path: Path, architecture, rows
+):
     """In a ring and on one device: single prompts, concurrent ones, and speculation with some accepted drafts."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
@@ -148,7 +150,7 @@ async def test_a_model_made_for_it_accepts_seven_drafts_in_ten_and_blocks_roll_b
     sampling = msgspec.structs.replace(SAMPLED, temperature=temperature, **DRAWN)
     options = {"context": 512, "threads": 1, "predicts": True, "batching": Batching(replays=4)}
 
-    async def told(shape: Sequence[int] | None, drafting: Drafting) -> tuple[list[int], Finished]:
+    async def sampled_by(shape: Sequence[int] | None, drafting: Drafting) -> tuple[list[int], Finished]:
         async with LocalRing(model, shape, drafting=drafting, **options) as ring:
             await ring.ask([1, 20, 30], 480, (), sampling)
             tokens: list[int] = []
@@ -157,16 +159,16 @@ async def test_a_model_made_for_it_accepts_seven_drafts_in_ten_and_blocks_roll_b
             return tokens, event
 
     single = Drafting(rows=2, costs=(1.0, 1.0), adapts=False)
-    expected, finished = await told(None, single)
+    expected, finished = await sampled_by(None, single)
     assert finished.drafted > 200
     assert finished.accepted / finished.drafted == pytest.approx(0.7, abs=0.06)
     for room, block in ((2, 2), (3, 4)):
-        tokens, finished = await told((4, 4), replace(single, room=room, block=block, rows=4, costs=(1.0,) * 4))
+        tokens, finished = await sampled_by((4, 4), replace(single, room=room, block=block, rows=4, costs=(1.0,) * 4))
         assert tokens == expected
         assert finished.accepted > 200
 
 
-def guessing(model: Path) -> DraftModel:
+def drafter_of(model: Path) -> DraftModel:
     """Return the model as its own draft model."""
     return draft_model(model, open_model(model), context=512, threads=1)
 
@@ -191,7 +193,7 @@ async def test_a_draft_model_changes_nothing_and_its_death_does_no_harm(quick_mo
             return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
 
     expected, _ = await run(None, 0.0)
-    found, finished = await run(guessing(quick_model), 0.01)
+    found, finished = await run(drafter_of(quick_model), 0.01)
     assert found == expected
     assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
 
@@ -202,7 +204,7 @@ async def test_steps_of_several_tokens_wait_for_a_draft_model_and_may_be_trees(q
     (prompt,) = tokens_of(quick_model, STORY)
     drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
     async with LocalRing(
-        quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(quick_model)
+        quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=drafter_of(quick_model)
     ) as ring:
         alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
         for _ in range(200):  # nothing waits for the draft model to be loaded
@@ -249,7 +251,9 @@ async def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
     assert finished.accepted > 0
 
 
-def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that_is_lost(quick_model: Path, module_home):
+def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that_is_lost(
+    quick_model: Path, module_home
+):
     cluster = f"guesser-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         _, draft_device = stack.enter_context(

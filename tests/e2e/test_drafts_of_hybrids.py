@@ -32,19 +32,19 @@ def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: objec
         "stream_options": {"include_usage": True},
         **fields,
     }
-    told: Answer = []
+    reported: Answer = []
     counts: dict[str, int] = {}
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
         for line in answered.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            chunk, before = json.loads(line.removeprefix("data: ")), len(told)
+            chunk, before = json.loads(line.removeprefix("data: ")), len(reported)
             counts = (chunk.get("usage") or {}).get("completion_tokens_details") or counts
             for lists in (each.get("logprobs") or {} for each in chunk["choices"]):
-                told += zip(lists.get("tokens", ()), lists.get("token_logprobs", ()), strict=True)
-            if before < 60 <= len(told):
+                reported += zip(lists.get("tokens", ()), lists.get("token_logprobs", ()), strict=True)
+            if before < 60 <= len(reported):
                 act()
-    return told, counts.get("accepted_prediction_tokens", 0)
+    return reported, counts.get("accepted_prediction_tokens", 0)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

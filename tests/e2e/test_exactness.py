@@ -169,9 +169,7 @@ async def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layer
         pytest.param("gemma3", (2, 6), 2, marks=pytest.mark.matrix),
     ],
 )
-async def test_a_common_prefix_of_prompts_is_computed_once_with_the_same_bits(
-    truths, layers, model, windows, rounds
-):
+async def test_a_common_prefix_of_prompts_is_computed_once_with_the_same_bits(truths, layers, model, windows, rounds):
     """Two prompts share a whole chunk, which also exceeds sliding windows; another completion comes in between."""
     expected = truths(model)
     whole = expected.prompts[max(expected.prompts)]

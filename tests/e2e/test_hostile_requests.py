@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import PATIENCE_S, Head, all_joined, heading
-from tests.e2e.crowd import held
+from tests.e2e.crowd import resources_of
 from tests.e2e.streams import ask, show
 from tests.e2e.test_crowd import MAX_BYTES, MAX_MORE
 from tests.figures import note
@@ -38,7 +38,7 @@ while not sys.stdin.closed:
 
 
 @contextmanager
-def health_asked(port: int) -> Iterator[list[tuple[float, int]]]:
+def health_polled(port: int) -> Iterator[list[tuple[float, int]]]:
     """Poll ``/health`` meanwhile; yield the seconds and status of each request so far."""
     looks: list[tuple[float, int]] = []
     with subprocess.Popen([sys.executable, "-c", HEALTH, str(port)], stdout=subprocess.PIPE, text=True) as asking:
@@ -63,11 +63,11 @@ class Listener:
     def __init__(self, head: Head) -> None:
         self.texts: list[str] = []
         self.gap_s = 0.0
-        self._head, self._goes_on = head, True
+        self._head, self._is_running = head, True
         self._thread = threading.Thread(target=self._listen)
 
     def _listen(self) -> None:
-        while self._goes_on:
+        while self._is_running:
             reported = ask(self._head, tokens=200)
             self.texts.append(reported.text if reported.error is None else str(reported.error))
             self.gap_s = max(self.gap_s, reported.gap_s)
@@ -77,7 +77,7 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._goes_on = False
+        self._is_running = False
         self._thread.join()
 
 
@@ -94,8 +94,8 @@ def test_hostile_requests_delay_neither_health_nor_others_and_leave_nothing(quic
             base_url=head.url, timeout=PATIENCE_S, headers={"Content-Type": "application/json"}
         ) as client:
             client.post("/v1/chat/completions", content=bodies[0][1])  # creates the threads and buffers that stay
-            before = held(head)
-            with health_asked(head.port) as looks, Listener(head) as listener:
+            before = resources_of(head)
+            with health_polled(head.port) as looks, Listener(head) as listener:
                 for to, body in bodies:
                     seen = len(looks)
                     status = client.post(to, content=body).status_code
@@ -103,7 +103,7 @@ def test_hostile_requests_delay_neither_health_nor_others_and_leave_nothing(quic
                     slowest_s = max((took_s for took_s, _ in looks[seen:]), default=0.0)
                     show(f"{slowest_s * 1e3:6.1f} ms {status} {to} {body[:60]!r}")
                     note("health under attack", slowest_s)
-        after = held(head)
+        after = resources_of(head)
         show(
             f"longest gap of the other client {listener.gap_s:.2f} s in {len(listener.texts)} answers; {before}, {after}"
         )

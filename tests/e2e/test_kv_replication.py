@@ -36,7 +36,7 @@ def test_the_kv_cache_of_a_killed_worker_is_restored(lab):
         with lab.all_copied(ring):
             lab.workers[first].kill()
 
-    lab.goes_on(act, AGAIN)
+    lab.resumes_after(act, AGAIN)
 
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
@@ -51,7 +51,7 @@ def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
             flip(spoilt[0])
             lab.workers[first].kill()
 
-    lab.goes_on(act, MIDDLE)
+    lab.resumes_after(act, MIDDLE)
     assert not spoilt[0].exists()
 
 
@@ -62,7 +62,7 @@ def test_a_device_and_its_replica_die_together(lab):
         for name in (first, second):
             lab.workers[name].kill()
 
-    lab.goes_on(act, TOKENS)
+    lab.resumes_after(act, TOKENS)
 
 
 def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
@@ -81,7 +81,7 @@ def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
 
 def test_the_kv_cache_of_a_leaving_device_stays(lab):
     first, _ = lab.two()
-    lab.goes_on(lab.workers[first].stop, AGAIN)
+    lab.resumes_after(lab.workers[first].stop, AGAIN)
 
 
 def test_kv_blocks_of_a_finished_request_are_removed(lab):

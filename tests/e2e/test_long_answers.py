@@ -67,8 +67,8 @@ def test_pauses_departures_and_joins_late_in_a_request_recompute_little(smollm2,
         lab = Lab(stack, smollm2, new_home, tokens=maximum, middle=length, context=maximum + 100)
         first, second = lab.two()
         changes: dict[str, tuple[Callable[[], object], int]] = {
-            "pause": (lambda: asked_of(lab, "pause", first), 1),
-            "resume": (lambda: asked_of(lab, "resume", first), 2),
+            "pause": (lambda: run_command(lab, "pause", first), 1),
+            "resume": (lambda: run_command(lab, "resume", first), 2),
             "leave": (lambda: lab.workers.pop(second).stop(), 1),
             "join": (lambda: lab.add(1), 2),
         }
@@ -101,11 +101,11 @@ def test_eight_concurrent_requests_resume_from_their_kv_blocks(smollm2, new_home
         act = killing(lab, first, second)
         before = lab.kv["computed_again_tokens"]
 
-        def one(number: int) -> Any:
+        def request_number(number: int) -> Any:
             return lab.ask(act if number == 0 else None, prompt=prompts[number])
 
         with ThreadPoolExecutor(count) as pool:
-            disturbed = list(pool.map(one, range(count)))
+            disturbed = list(pool.map(request_number, range(count)))
         again = lab.kv["computed_again_tokens"] - before
         gap_s = max(reported.gap_s for reported in disturbed)
         show(f"{count} answers, killed at {length}: gap {gap_s:.2f} s, {again} tokens again")
@@ -117,7 +117,7 @@ def test_eight_concurrent_requests_resume_from_their_kv_blocks(smollm2, new_home
         assert again <= count * AGAIN
 
 
-def asked_of(lab: Lab, command: str, name: str) -> None:
+def run_command(lab: Lab, command: str, name: str) -> None:
     """``primad`` with ``command``, at the home of a worker."""
     with primad(command, "--home", lab.homes[name]) as run:
         assert run.wait_end() == 0

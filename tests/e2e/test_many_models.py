@@ -30,17 +30,17 @@ pytestmark = pytest.mark.slow
 MODELS = {"amber": "llama", "birch": "qwen3", "cedar": "gemma3", "delta": "qwen35"}
 """Architectures by model name."""
 NAMES = tuple(MODELS)
-TELL = "Tell me of the sea."
+PROMPT = "Tell me of the sea."
 DIALECTS = {
-    "/v1/chat/completions": lambda: {"messages": [{"role": "user", "content": TELL}], "max_tokens": 8},
-    "/v1/completions": lambda: {"prompt": TELL, "max_tokens": 8},
-    "/v1/responses": lambda: {"input": TELL, "max_output_tokens": 16},
-    "/v1/messages": lambda: {"messages": [{"role": "user", "content": TELL}], "max_tokens": 8},
+    "/v1/chat/completions": lambda: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8},
+    "/v1/completions": lambda: {"prompt": PROMPT, "max_tokens": 8},
+    "/v1/responses": lambda: {"input": PROMPT, "max_output_tokens": 16},
+    "/v1/messages": lambda: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8},
     "/api/chat": lambda: {
-        "messages": [{"role": "user", "content": TELL}],
+        "messages": [{"role": "user", "content": PROMPT}],
         "options": {"num_predict": 8, "temperature": 0},
     },
-    "/api/generate": lambda: {"prompt": TELL, "options": {"num_predict": 8, "temperature": 0}},
+    "/api/generate": lambda: {"prompt": PROMPT, "options": {"num_predict": 8, "temperature": 0}},
 }
 
 
@@ -121,13 +121,13 @@ def offered(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Offered]:
 
 def leaves(offered: Offered, name: str) -> None:
     """Request a long completion and disconnect early."""
-    body = {"model": name, "prompt": TELL, "max_tokens": 400, "stream": True}
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 400, "stream": True}
     with httpx.stream("POST", f"{offered.head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
         for _ in answered.iter_lines():
             return
 
 
-def held(run: Primad) -> tuple[int, int]:
+def resources_of(run: Primad) -> tuple[int, int]:
     """Return the number of descriptors and threads of a daemon."""
     (daemon,) = (each for each in run.processes() if each.pid == run.process.pid)
     return daemon.num_fds(), daemon.num_threads()
@@ -135,21 +135,21 @@ def held(run: Primad) -> tuple[int, int]:
 
 @pytest.mark.parametrize("count", [30, pytest.param(60, marks=pytest.mark.matrix)])
 def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_name(offered, count):
-    draw = random.Random(48)
+    rng = random.Random(48)
     expected = {}
     for name in NAMES:
         for path in DIALECTS:
             expected[name, path] = offered.ask(name, path)
         offered.unload_all()
     assert len({expected[name, "/v1/completions"] for name in NAMES}) == len(NAMES)
-    before = [held(each) for each in (offered.head.run, *offered.workers)]
+    before = [resources_of(each) for each in (offered.head.run, *offered.workers)]
 
     def one(number: int) -> None:
-        name, path = draw.choice(NAMES), draw.choice(list(DIALECTS))
+        name, path = rng.choice(NAMES), rng.choice(list(DIALECTS))
         if number % 6 == 0:
             leaves(offered, name)
         else:
-            keep = {"keep_alive": draw.choice((0, -1, 300))} if path.startswith("/api") else {}
+            keep = {"keep_alive": rng.choice((0, -1, 300))} if path.startswith("/api") else {}
             got = offered.ask(name, path, **keep)
             assert got == expected[name, path], (name, path)
 
@@ -157,8 +157,8 @@ def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_name(off
         list(pool.map(one, range(count)))
     offered.unload_all()
     for (fds, threads), run in zip(before, (offered.head.run, *offered.workers), strict=True):
-        wait_until(lambda: held(run)[0] <= fds + 3, "nothing is left open")  # noqa: B023
-        assert held(run)[1] <= threads + 8, "threads of a pool may be begun, and no more"
+        wait_until(lambda: resources_of(run)[0] <= fds + 3, "nothing is left open")  # noqa: B023
+        assert resources_of(run)[1] <= threads + 8, "threads of a pool may be begun, and no more"
     assert "Traceback" not in offered.head.run.output
 
 

@@ -43,10 +43,10 @@ def survives_a_death(model, new_home, tokens):
         assert reported.error is None, lab.head.run.output
         assert reported.text == lab.undisturbed
         assert lab.undisturbed
-        goes_on_behind_its_history(lab.head)
+        resumes_after_its_history(lab.head)
 
 
-def goes_on_behind_its_history(head):
+def resumes_after_its_history(head):
     """Check that the next turn computes only new tokens, and gives the same result as computing the whole prompt."""
 
     def answer(prompt, **more):
@@ -78,7 +78,9 @@ def test_a_request_survives_the_death_of_a_worker(architecture, tmp_path, new_ho
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("architecture", "layers"), [("qwen35moe", 52), ("gemma4-moe", 44)])
-def test_a_request_to_a_model_of_a_billion_weights_survives_the_death_of_a_worker(architecture, layers, tmp_path, new_home):
+def test_a_request_to_a_model_of_a_billion_weights_survives_the_death_of_a_worker(
+    architecture, layers, tmp_path, new_home
+):
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture=architecture, layers=layers, width=1280, quantisation="q4_k_m")
     weights = sum(math.prod(tensor.shape) for tensor in read_header(model).tensors.values())

@@ -81,7 +81,7 @@ def seen(request, tmp_path_factory):
     return Seen(tmp_path_factory.mktemp("seen"), *request.param)
 
 
-def drawn(sampled):
+def tokens_of(sampled):
     return [(each.token, each.logprob) for each in sampled]
 
 
@@ -100,7 +100,7 @@ async def test_a_ring_with_pictures_gives_the_tokens_of_libmtmd(seen, windows, t
                 prompt, TOKENS, logprobs=0, sampling=ENDLESS, reuses=True, pictures=pictures
             )
             assert finished.error is None
-            assert drawn(sampled) == expected[id(parts)]
+            assert tokens_of(sampled) == expected[id(parts)]
         requests = {}
         for parts in (TWO, OTHER, ONE):
             prompt, pictures = seen.prompt(parts)
@@ -108,14 +108,14 @@ async def test_a_ring_with_pictures_gives_the_tokens_of_libmtmd(seen, windows, t
                 id(parts)
             ]
         beside = await ring.follow(list(requests))
-        assert {request: drawn(sampled) for request, (sampled, _) in beside.items()} == requests
+        assert {request: tokens_of(sampled) for request, (sampled, _) in beside.items()} == requests
         await ring.replace_head()
         prompt, pictures = seen.prompt(TWO)
         known = [token for token, _ in expected[id(TWO)][:3]]
         sampled, _ = await ring.generate(
             prompt, TOKENS, replayed=known, logprobs=0, sampling=ENDLESS, pictures=pictures
         )
-        assert drawn(sampled) == expected[id(TWO)][3:]
+        assert tokens_of(sampled) == expected[id(TWO)][3:]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_a_ring_of_three_gives_the_tokens_of_libmtmd_for_every_encoder(kin
         prompt, pictures = seen.prompt(parts)
         sampled, finished = await ring.generate(prompt, TOKENS, logprobs=0, sampling=ENDLESS, pictures=pictures)
     assert finished.error is None
-    assert drawn(sampled) == seen.expected(parts, context=context, rows=rows)
+    assert tokens_of(sampled) == seen.expected(parts, context=context, rows=rows)
 
 
 ASKED, PNG = "what is it?", base64.b64encode(noise(1, 160, 160)).decode()
@@ -278,13 +278,13 @@ def test_the_text_is_the_same_if_a_worker_dies_within_a_picture(cluster):
     large = [{"type": "image_url", "image_url": {"url": other_url(3, 640, 640)}}, {"type": "text", "text": "?"}]
     messages, read, died = [{"role": "user", "content": large}], [], []
 
-    def hear(progress):
+    def on_progress(progress):
         read.append(progress["processed"])
         if 64 < progress["processed"] < progress["total"] and not died:
             workers[0].kill()
             died.append(progress["processed"])
 
-    text, _ = asked(head, messages=messages, read=hear)
+    text, _ = asked(head, messages=messages, read=on_progress)
     assert died, read
     assert asked(head, messages=messages)[0] == text, "as from a ring that nobody disturbed"
 

@@ -83,19 +83,19 @@ class Lab:
         self.wait_computing(first, second)
         return first, second
 
-    def goes_on(
+    def continues_after(
         self,
         act: Callable[[], object],
         what: str,
         printed: str | None = None,
         *,
-        promise: str = "recovery",
+        limit: str = "recovery",
         still: bool = True,
     ) -> None:
         """Call ``act`` during a completion and check the text; the head must print a line that matches ``printed``."""
         before = len(self.head.run.lines)
         reported = ask(self.head, act, still=still, tokens=TOKENS)
-        note(promise, reported.gap_s, what)
+        note(limit, reported.gap_s, what)
         assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
             self.head.run.output
         )
@@ -127,7 +127,7 @@ def freeze(run: Primad, number: int = signal.SIGSTOP) -> None:
 
 def test_a_worker_is_killed(lab):
     stays, lost = lab.two()
-    lab.goes_on(lab.workers[lost].kill, "kill -9 of a worker", f"^{lost} is gone: its primad ended$")
+    lab.continues_after(lab.workers[lost].kill, "kill -9 of a worker", f"^{lost} is gone: its primad ended$")
     wait_until(lambda: lab.workers[lost].processes() == [], "its ring process ends by itself")
     lab.wait_computing(stays)
 
@@ -136,11 +136,11 @@ def test_a_worker_freezes_and_returns(lab):
     stays, lost = lab.two()
     run = lab.workers[lost]
     try:
-        lab.goes_on(
+        lab.continues_after(
             lambda: freeze(run),
             "SIGSTOP of a worker",
             f"^{lost} is gone: no sign of life",
-            promise="recovery from silence",
+            limit="recovery from silence",
         )
     finally:
         freeze(run, signal.SIGCONT)
@@ -151,7 +151,7 @@ def test_a_worker_freezes_and_returns(lab):
 def test_the_ring_process_of_a_worker_is_killed(lab):
     stays, lost = lab.two()
     run = lab.workers[lost]
-    lab.goes_on(lambda: ring_process(run).kill(), "kill -9 of a worker's ring process", f"^{lost}: .*SIGKILL")
+    lab.continues_after(lambda: ring_process(run).kill(), "kill -9 of a worker's ring process", f"^{lost}: .*SIGKILL")
     lab.wait_computing(stays, lost)
 
 
@@ -163,14 +163,14 @@ def test_the_ring_process_of_a_worker_freezes(lab):
         hung.append(ring_process(lab.workers[lost]))
         hung[0].suspend()
 
-    lab.goes_on(hang, "SIGSTOP of a worker's ring process", promise="recovery from silence")
+    lab.continues_after(hang, "SIGSTOP of a worker's ring process", limit="recovery from silence")
     wait_until(lambda: not hung[0].is_running(), "the process that hung is ended")
     lab.wait_computing(stays, lost)
 
 
 def test_the_ring_process_of_the_head_is_killed(lab):
     lab.two()
-    lab.goes_on(lambda: ring_process(lab.head.run).kill(), "kill -9 of the head's ring process", "SIGKILL")
+    lab.continues_after(lambda: ring_process(lab.head.run).kill(), "kill -9 of the head's ring process", "SIGKILL")
 
 
 def test_structured_output_still_matches_its_schema_after_a_death(lab):
@@ -201,7 +201,7 @@ def test_a_worker_leaves(lab):
     stays, leaves = lab.two()
     run = lab.workers[leaves]
     reported: list[str] = []
-    lab.goes_on(
+    lab.continues_after(
         lambda: reported.append(command("leave", "--home", lab.home(leaves))),
         "primad leave",
         f"^{leaves} leaves",
@@ -215,7 +215,7 @@ def test_a_worker_leaves(lab):
 def test_a_worker_is_interrupted(lab):
     stays, leaves = lab.two()
     run = lab.workers[leaves]
-    lab.goes_on(lambda: run.process.send_signal(signal.SIGINT), "Ctrl-C on a worker", f"^{leaves} leaves")
+    lab.continues_after(lambda: run.process.send_signal(signal.SIGINT), "Ctrl-C on a worker", f"^{leaves} leaves")
     assert run.wait_end() == 0
     assert run.lines[-1] == "stopped"
     lab.wait_computing(stays)
@@ -224,7 +224,7 @@ def test_a_worker_is_interrupted(lab):
 def test_a_worker_pauses_and_resumes(lab):
     stays, paused = lab.two()
     home = lab.home(paused)
-    lab.goes_on(lambda: command("pause", "--home", home), "primad pause", still=False)
+    lab.continues_after(lambda: command("pause", "--home", home), "primad pause", still=False)
     lab.wait_computing(stays)
     assert lab.workers[paused].process.poll() is None
     command("resume", "--home", home)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
 TEXT = "The best thing about the sea is"
-DRAWS = 5_000
+SAMPLES = 5_000
 
 
 class Ring:
@@ -51,10 +51,10 @@ class Ring:
         sampled, _ = self._runner.run(self._ring.generate(prompt, count, sampling=sampling, replayed=replayed))
         return sampled
 
-    def draws(self, prompt: list[int], count: int, **changes) -> Counter[int]:
+    def samples(self, prompt: list[int], count: int, **changes) -> Counter[int]:
         """Count the first tokens after ``prompt`` for seeds below ``count``; tokens that end the completion are -1."""
 
-        async def draw() -> Counter[int]:
+        async def sample() -> Counter[int]:
             found: Counter[int] = Counter()
             for seed in range(count):
                 sampling = msgspec.structs.replace(SAMPLED, seed=seed, **changes)
@@ -62,7 +62,7 @@ class Ring:
                 found[sampled[0].token if sampled else -1] += 1
             return found
 
-        return self._runner.run(draw())
+        return self._runner.run(sample())
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class Model:
 
     def _sampled(self, seed: int, **chain: Any) -> list[int]:
         """Sample with plain llama.cpp after ``prompt``."""
-        return self._plain.draw(self.prompt, 24, seed=seed, **chain)
+        return self._plain.sample(self.prompt, 24, seed=seed, **chain)
 
     def release(self) -> None:
         """Free its memory."""
@@ -150,7 +150,7 @@ def test_every_ring_size_samples_the_same_tokens(quick_model, ring, model):
             assert other.tokens(model.prompt, 12, SAMPLED, seed=seed) == ring.tokens(
                 model.prompt, 12, SAMPLED, seed=seed
             )
-        assert other.draws(model.start, 60) == ring.draws(model.start, 60)
+        assert other.samples(model.start, 60) == ring.samples(model.start, 60)
 
 
 CHAINS = [
@@ -179,15 +179,15 @@ def test_samples_fit_the_distribution_of_the_model(tmp_path):
     path, start = tmp_path / "tiny.gguf", [40]
     write_model(path)
     plain = Plain(path)
-    expected = Model.distribution(plain, start) * DRAWS
+    expected = Model.distribution(plain, start) * SAMPLES
     plain.release()
     with opened(path, None) as one:
-        sampled = one.draws(start, DRAWS)
+        sampled = one.samples(start, SAMPLES)
     common = np.flatnonzero(expected >= 5)
     assert len(common) > 20, "choose a prompt with a wide distribution"
     observed = [sampled[int(token) if token < len(expected) - 1 else -1] for token in common]
-    observed.append(DRAWS - sum(observed))
-    wanted = [*expected[common], DRAWS - expected[common].sum()]
+    observed.append(SAMPLES - sum(observed))
+    wanted = [*expected[common], SAMPLES - expected[common].sum()]
     assert stats.chisquare(observed, wanted).pvalue > 1e-4
 
 
@@ -196,8 +196,8 @@ def test_a_bias_bans_and_forces(one, model):
     assert one.tokens(model.start, 1) == [best]
     assert one.tokens(model.start, 1, logit_bias=packed_biases([(best, -100.0)])) == [second]
     assert one.tokens(model.start, 4, logit_bias=packed_biases([(rare, 100.0)])) == [rare] * 4
-    assert set(one.draws(model.start, 20, logit_bias=packed_biases([(rare, 100.0)]))) == {rare}
-    assert best not in one.draws(model.start, 60, temperature=0.5, logit_bias=packed_biases([(best, -100.0)]))
+    assert set(one.samples(model.start, 20, logit_bias=packed_biases([(rare, 100.0)]))) == {rare}
+    assert best not in one.samples(model.start, 60, temperature=0.5, logit_bias=packed_biases([(best, -100.0)]))
 
 
 @pytest.mark.parametrize("penalty", [{"repeat_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
@@ -225,10 +225,10 @@ def test_truncation_restricts_the_tokens_that_can_be_sampled(one, model):
         "min_p": ({"min_p": 0.1}, order[ranked >= 0.1 * ranked[0]]),
     }
     for name, (change, support) in allowed.items():
-        sampled = one.draws(model.start, 60, temperature=2.0, **change)
+        sampled = one.samples(model.start, 60, temperature=2.0, **change)
         assert set(sampled) <= set(map(int, support)), name
         assert len(sampled) > 0.5 * min(60, len(support)), f"{name} lets through less than it should"
-    outside = one.draws(model.start, 60, temperature=2.0)
+    outside = one.samples(model.start, 60, temperature=2.0)
     assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are sampled too"
 
 
@@ -263,8 +263,8 @@ def test_mirostat_resumes_with_the_same_tokens(one, model, version, grammar):
         assert one.events(model.prompt, 24, behind, replayed=tokens[:count]) == [
             msgspec.structs.replace(event, request=ANY) for event in whole[count:]
         ]
-    anew = one.events(model.prompt, 24, sampling, replayed=tokens[:11])
-    assert anew[0].mirostat_mu != whole[11].mirostat_mu
+    again = one.events(model.prompt, 24, sampling, replayed=tokens[:11])
+    assert again[0].mirostat_mu != whole[11].mirostat_mu
 
 
 def test_dry_ends_loops(one, model):
