@@ -155,7 +155,7 @@ class Cluster:
         worker.wait_for("paired with", timeout_s)
         return worker
 
-    def tell(self, name: str, *words: str) -> None:
+    def run_command(self, name: str, *words: str) -> None:
         """Run ``primad`` with ``words`` on a device, such as ``pause``."""
         done = self.lab.device(name).run([PRIMAD, *words], env=self._env(), timeout_s=PATIENCE_S)
         assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -71,7 +71,8 @@ FAULTS: Final[dict[str, Fault]] = {
         do=lambda cluster, name: cluster.lab.half_open(name), undo=lambda cluster, name: cluster.lab.power_on(name)
     ),
     "paused": Fault(
-        do=lambda cluster, name: cluster.tell(name, "pause"), undo=lambda cluster, name: cluster.tell(name, "resume")
+        do=lambda cluster, name: cluster.run_command(name, "pause"),
+        undo=lambda cluster, name: cluster.run_command(name, "resume"),
     ),
     "disk full": Fault(
         do=lambda cluster, name: cluster.lab.device(name).fill_disk(),

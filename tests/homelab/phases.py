@@ -164,7 +164,7 @@ REACH: Final[dict[str, Reach]] = {
 
 
 class HalfPaired:
-    """A device that has sent its first message to a head that stays stopped until ``go_on``."""
+    """A device that has sent its first message to a head that stays stopped until ``resume``."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         code, port = cluster.code()
@@ -173,7 +173,7 @@ class HalfPaired:
         self.joining: Running = cluster.bring(name, code, port)
         wait_until(lambda: has_unread(self._head, port), f"it speaks to the head\n{cluster.logs()}", 30.0)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume the head."""
         os.kill(self._head, signal.SIGCONT)
 

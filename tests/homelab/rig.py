@@ -143,14 +143,14 @@ class Rig:
     # ---- logs and disks ---------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Set the mark: ``wait_said`` only considers later lines."""
+        """Set the mark: ``wait_printed`` only considers later lines."""
         self._marks = {name: (daemon, len(daemon.lines)) for name, daemon in self.cluster.daemons.items()}
 
     def _since(self, name: str) -> int:
         daemon, start = self._marks.get(name, (None, 0))
         return start if daemon is self.cluster.daemons[name] else 0
 
-    def wait_said(self, name: str, pattern: str) -> None:
+    def wait_printed(self, name: str, pattern: str) -> None:
         """Wait until a daemon has printed a line since the mark."""
         self.cluster.daemons[name].wait_for(pattern, start=self._since(name))
 

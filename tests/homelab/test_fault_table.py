@@ -34,6 +34,6 @@ def test_the_page_has_the_table_of_groups() -> None:
     assert len({*ids}) == len(ids)
     assert {*seconds} == {*ids}, "not all cells are measured; run tools/faults"
     made = {cell: number / 10 for number, cell in enumerate(ids)}
-    anew = group_matrix.with_table(page, made, "1970-01-01, commit 0")
-    assert group_matrix.pages_seconds(anew) == made
-    assert group_matrix.pages_measured(group_matrix.with_table(anew, made)) == "1970-01-01, commit 0"
+    rebuilt = group_matrix.with_table(page, made, "1970-01-01, commit 0")
+    assert group_matrix.pages_seconds(rebuilt) == made
+    assert group_matrix.pages_measured(group_matrix.with_table(rebuilt, made)) == "1970-01-01, commit 0"

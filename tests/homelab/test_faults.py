@@ -83,13 +83,13 @@ def test_fault(cell: Cell, bench: Bench, request: pytest.FixtureRequest, record_
     if (reason := missing()) is not None:
         pytest.skip(f"{request.node.name}: {reason}")
     try:
-        record_property("seconds", go_through(cell, bench.rig()))
+        record_property("seconds", run_cell(cell, bench.rig()))
     except BaseException:
         bench.tear_down()
         raise
 
 
-def go_through(cell: Cell, rig: Rig) -> float:
+def run_cell(cell: Cell, rig: Rig) -> float:
     """Run one cell; return the time from the fault to the next token."""
     name = rig.next_victim()
     under_way = REACH[cell.phase](rig, name)
@@ -176,7 +176,7 @@ def test_pairing(cell: Cell, make_lab: MakeLab, smollm2: Path, record_property: 
         half = HalfPaired(cluster, "c")
         at = cluster.now()
         FAULTS[NAMES[cell.fault]].do(cluster, "c")
-        half.go_on()
+        half.resume()
         stream = rig.ask()
         rig.check(stream)
         record_property("seconds", stream.times[0] - at)

@@ -141,13 +141,13 @@ def bench(smollm2: Path, is_matrix: bool, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("cell", parameters())
 def test_a_device_of_a_group_fails(cell: GroupCell, bench: Bench, record_property: Note) -> None:
     try:
-        record_property("seconds", go_through(cell, bench.rig(WINDOWS[cell.place])))
+        record_property("seconds", run_cell(cell, bench.rig(WINDOWS[cell.place])))
     except BaseException:
         bench.tear_down()
         raise
 
 
-def go_through(cell: GroupCell, rig: GroupRig) -> float:
+def run_cell(cell: GroupCell, rig: GroupRig) -> float:
     """Run one cell; return the time from the fault to the next token."""
     rig.whole()
     rig.undisturbed(SHORT)
@@ -166,7 +166,7 @@ def go_through(cell: GroupCell, rig: GroupRig) -> float:
     also.wait_end()
     assert (also.error, also.finish_reason, also.text) == (None, "length", undisturbed.text), rig.cluster.logs()
     if cell.printed:
-        rig.wait_said("h", cell.printed.format(device=name))
+        rig.wait_printed("h", cell.printed.format(device=name))
     assert (before == {*rig.computing()}) == (cell.fault in CONTINUES), rig.cluster.logs()
     rig.heal(cell, name)
     rig.whole()

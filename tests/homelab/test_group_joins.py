@@ -42,7 +42,7 @@ def test_the_others_serve_while_a_device_fails_to_take_its_share(
         if fault != "stopped":
             lab.device("b").thaw()
         rig.check(rig.ask("Tell me a story."), "Tell me a story.")
-        rig.wait_said("h", printed)
+        rig.wait_printed("h", printed)
         assert "b" not in {each["name"] for each in cluster.status()["devices"]}
         if (undo := FAULTS[fault].undo) is not None:
             undo(cluster, "b")

@@ -148,7 +148,9 @@ def ask(cluster: Cluster, tokens: int) -> Stream:
     return cluster.stream(PROMPT, tokens, logit_bias=UNENDING)
 
 
-def test_others_compute_the_layers_of_a_worker_short_of_memory_and_return_them(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_others_compute_the_layers_of_a_worker_short_of_memory_and_return_them(
+    make_lab: MakeLab, tmp_path: Path
+) -> None:
     model = tmp_path / "deep.gguf"
     write_model(model, preset="deep-q4k", layers=LAYERS)
     lab = make_lab(DeviceSpec(name="a"), DeviceSpec(name="b", memory_bytes=WORKER_BYTES))
