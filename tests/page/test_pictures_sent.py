@@ -48,11 +48,11 @@ def test_pictures_are_added_shown_with_their_cost_and_sent(open_page):
 
 def test_without_an_encoder_the_page_names_the_missing_file(open_page):
     backend = backend_with("Noise.")
-    backend.served = replace(backend.served, lacks_encoder="put mmproj.gguf beside it")
+    backend.served = replace(backend.served, lacks_encoder="put mmproj.gguf next to it")
     with served(backend) as url:
         page = open_page(url)
         page.locator("#pictures").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": noise(1)})
-        expect(page.locator(".attached .failed")).to_contain_text("put mmproj.gguf beside it")
+        expect(page.locator(".attached .failed")).to_contain_text("put mmproj.gguf next to it")
 
 
 def test_audio_is_chosen_or_recorded_played_removed_and_sent_if_the_model_takes_it(open_page):

@@ -174,7 +174,7 @@ def test_an_open_http_endpoint_causes_a_warning(command, served):
     assert served[0][1] == "0.0.0.0"
 
 
-def test_a_warning_says_that_the_head_does_not_pause_on_battery(command, served, home):
+def test_a_head_warns_that_it_does_not_pause_on_battery(command, served, home):
     home.mkdir()
     (home / "config.toml").write_text("pause_on_battery = true")
     assert "has no effect on the head" in command("serve", "--model", "x.gguf")[2]

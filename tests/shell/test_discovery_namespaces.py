@@ -129,7 +129,7 @@ def announced(child: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_all_addresses_arrive_with_the_shared_network_first_and_bridges_last(spaces):
+def test_all_addresses_arrive_with_the_shared_network_first_and_virtual_ones_last(spaces):
     one, two = spaces
     for number, space in enumerate(spaces, 1):
         space.ip("addr", "add", f"10.77.0.{number}/24", "dev", space.link)

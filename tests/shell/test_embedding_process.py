@@ -184,7 +184,7 @@ async def test_a_process_that_hangs_is_ended(tmp_path):
 
 
 class Process:
-    """An embedding process that answers at once; each vector contains the text itself."""
+    """An embedding process that replies at once; each vector contains the text itself."""
 
     def __init__(self, monkeypatch) -> None:
         self.is_alive, self.pid, self.tasks = True, 0, []

@@ -194,7 +194,7 @@ def odd(path: Path) -> None:
 
 
 def test_how_many_tokens_of_a_picture_belong_in_one_step_is_known_before_it_is_loaded(tmp_path):
-    for kind, eye, tokens, at_most_999 in (
+    for kind, eye, tokens, limited_to_999 in (
         ("gemma3", Eye(side=128), 64, 64),
         ("gemma4v", None, 280, 999),
         ("lfm2", None, 0, 0),
@@ -202,4 +202,4 @@ def test_how_many_tokens_of_a_picture_belong_in_one_step_is_known_before_it_is_l
         write_encoder(tmp_path / "encoder.gguf", kind, 64, eye)
         files = tmp_path / "encoder.gguf", tmp_path / "model.gguf"
         assert encoder_file(*files, None)[0].whole_tokens == tokens
-        assert encoder_file(*files, None, 999)[0].whole_tokens == at_most_999
+        assert encoder_file(*files, None, 999)[0].whole_tokens == limited_to_999

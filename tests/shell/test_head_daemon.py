@@ -1137,7 +1137,7 @@ async def test_a_head_that_ends_closes_its_ring(lab):
         assert ring.closed
 
 
-async def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
+async def test_a_head_that_ends_sends_goodbye_while_its_ring_ends(lab):
     async with lab() as here:
         here.device("nas")
         ends = asyncio.Event()

@@ -167,10 +167,10 @@ def test_a_tools_result_may_have_a_picture():
 @pytest.mark.parametrize("path", BODIES)
 def test_without_an_encoder_the_error_names_the_missing_file(path):
     made = FakeBackend(replies("ok"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
-    made.served = replace(made.served, lacks_encoder="put mmproj.gguf beside it")
+    made.served = replace(made.served, lacks_encoder="put mmproj.gguf next to it")
     response = post(made, path, **BODIES[path], stream=False)
     assert response.status_code == 400
-    assert "put mmproj.gguf beside it" in response.text
+    assert "put mmproj.gguf next to it" in response.text
     assert not made.calls
 
 

@@ -116,7 +116,7 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     others = [*parts[:3], seen[2], *parts[4:]]
     assert not np.array_equal(
         plain_answer(model, encoder, others, DECODED, rows=options.rows, context=options.context)[1], expected
-    ), "what is written hangs on what is seen"
+    ), "the completion depends on the pictures"
     seeing, vocabulary = PictureEncoder(str(encoder), str(model), threads=1), LlamaVocabulary(model)
     prompt, pictures = prompt_of(seeing, vocabulary, parts)
     seeing.release()

@@ -268,7 +268,7 @@ def test_the_service_is_started_stopped_looked_at_and_removed(command: Primad, r
     ]
 
 
-def test_the_exit_code_of_a_daemon_says_whether_a_restart_can_help(command: Primad, monkeypatch, tmp_path):
+def test_the_exit_code_of_a_daemon_shows_whether_a_restart_can_help(command: Primad, monkeypatch, tmp_path):
     def codes() -> list[int]:
         wrong = command("join", "--no-such"), command("join", "--nice", "99")
         return [*(each[0] for each in wrong), command("serve", "--model", tmp_path / "not there yet.gguf")[0]]

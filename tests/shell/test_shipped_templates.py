@@ -34,7 +34,7 @@ SHAPES: dict[str, list[Message]] = HISTORIES | {
     "a result in parts": [user("user-zero"), call("a"), {"role": "tool", "tool_call_id": "a", "content": PARTS}],
     "a result that is JSON": [user("user-one"), call("a"), result('{"sky": "result-one"}')],
     "an empty result": [user("user-one"), call("a"), result(""), user("user-two")],
-    "null beside a call": [user("user-one"), call("a") | {"content": None}, result("result-one")],
+    "null content with a call": [user("user-one"), call("a") | {"content": None}, result("result-one")],
     "a result that is missing": [user("user-one"), call("a", "b"), result("result-one"), user("user-two")],
     "results alone": [result("result-one")],
     "thoughts": [user("user-one"), assistant("answer-one", reasoning_content="hm"), user("user-two")],

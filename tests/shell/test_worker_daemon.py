@@ -335,7 +335,7 @@ async def test_a_relay_follows_the_head_of_the_lease_through_its_restart_until_i
         assert relay.heads == [("desk", 1), ("desk", 2), None]
 
 
-async def test_a_head_probes_says_hello_and_sends_work(lab):
+async def test_a_head_probes_sends_hello_and_then_work(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
@@ -548,7 +548,7 @@ async def test_a_ping_with_an_old_revision_gets_the_states_and_others_do_not(lab
         assert await desk.next() == Pong(10, now)
 
 
-async def test_a_head_that_says_hello_again_gets_no_earlier_states(lab):
+async def test_a_head_that_sends_hello_again_gets_no_earlier_states(lab):
     async with lab() as lap:
         desk = lap.head()
         await desk.takes(session=1)
@@ -698,7 +698,7 @@ async def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypa
         await lap.running
 
 
-async def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkeypatch):
+async def test_a_worker_that_ends_sends_goodbye_while_its_ring_process_ends(lab, monkeypatch):
     made: list[Lab] = []
 
     class Patient:
