@@ -365,7 +365,7 @@ def serving(model: Path, home: Path, cluster: str, *arguments: object) -> Iterat
 def ring(model: Path, homes: list[Path], cluster: str, *arguments: object) -> Iterator[tuple[Head, list[Primad]]]:
     """A head in the first home and workers in the others, serving; all of them compute.
 
-    Processes of one machine are no faster together than one alone, so the plan of its own accord would leave workers out.
+    Processes of one machine are no faster together than one alone, so the plan by itself would leave workers out.
     """
     everyone = () if "--windows" in arguments else ("--use-all",)
     with ExitStack() as stack:

@@ -85,7 +85,7 @@ class Lab:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
     def resumes_after(self, act: Callable[[], object], max_again: int) -> None:
-        """``act`` in the middle of an answer, of which at most so many tokens may be computed again."""
+        """Do ``act`` in the middle of a request, of which at most ``max_again`` tokens may be computed again."""
         before = self.kv
         reported = self.ask(act)
         after = self.kv

@@ -42,7 +42,7 @@ def ask(
     middle: int = MIDDLE,
     **fields: Any,
 ) -> Reported:
-    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
+    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, while it is read.
 
     If the answer is over by then, as the client may be late, nothing happens, and it is asked again. With ``still`` the
     head's ring process stands still until ``act`` is done: for what takes a moment, as its daemon looks every second
@@ -68,7 +68,7 @@ def ask(
 
 
 class _Acting:
-    """What happens while an answer is computed, beside its reading; the ring stands still until ``done_s``, if at all.
+    """What happens while an answer is computed and read; the ring stands still until ``done_s``, if at all.
 
     Its ``outcome`` is whether the answer was not over before.
     """

@@ -43,7 +43,7 @@ started_by_a_shell = pytest.mark.usefixtures("started_by_a_shell")
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
 SHARED = ("--windows", "4,10")
-"""Of the large model the worker gets most."""
+"""The worker gets most of the large model."""
 SLOWLY = 'transfer_limit = "1MB/s"\n'
 """The configuration of a worker: its layers of the large model are not there before the test is over."""
 both_signals = pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_head_that_loads(large, new_home, cluster, temporary, number):
 
 
 def is_seen(head: Head, detail: str) -> bool:
-    """Whether the health check of a head says ``detail`` before it serves; that may be too quick to be seen."""
+    """Whether the health check of a head shows ``detail`` before it serves; that may be too quick to be seen."""
     seen: list[tuple[int, str]] = []
 
-    def says_or_serves() -> bool:
+    def shows_detail_or_serves() -> bool:
         seen.append(head.health())
         return detail in seen[-1][1] or seen[-1][0] == 200
 
-    wait_until(says_or_serves, detail)
+    wait_until(shows_detail_or_serves, detail)
     return seen[-1][0] != 200
 
 

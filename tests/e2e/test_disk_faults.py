@@ -35,7 +35,7 @@ TOKENS, MIDDLE = 32, 8
 ONE_ATTENTION = ("--kv-type", "q8_0")
 """It needs flash attention. Of f16, a plan that is made while nobody asks may have either, by which layers stream."""
 ENDLESS = 2000
-"""Of an answer that ends with an error few are sampled: however late a client acts, there are more."""
+"""Tokens of a request; few are sampled before it ends with an error: however late a client acts, there are more."""
 needs_bad_disk = pytest.mark.skipif(
     not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
 )

@@ -79,14 +79,14 @@ def served(quick_model: Path, module_home) -> Iterator[Served]:
     with heading(quick_model, module_home("head"), cluster, *arguments) as head:
         healths: list[tuple[int, str]] = []
 
-        def says(status: int) -> bool:
+        def has_status(status: int) -> bool:
             assert head.run.process.poll() is None, head.run.output
             healths.append(head.health())
             return healths[-1][0] == status
 
-        wait_until(lambda: says(503), "it waits for devices")
+        wait_until(lambda: has_status(503), "it waits for devices")
         with all_joined(workers, cluster):
-            wait_until(lambda: says(200), "it serves")
+            wait_until(lambda: has_status(200), "it serves")
             with client_of(head) as client:
                 yield Served(cluster, head, client, healths[:-1])
 
@@ -257,7 +257,7 @@ def test_a_stop_string_that_is_split_over_tokens_never_shows(served):
 
 
 def text_of(tokens: list[str]) -> str:
-    """Of tokens as log-probabilities name them: those that are no characters by their bytes."""
+    """The text of tokens as log-probabilities name them: those that are no characters by their bytes."""
     parts = [
         bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else token.encode()
         for token in tokens
@@ -436,7 +436,7 @@ def test_a_device_named_by_address(served, quick_model, new_home, cluster):
             head.wait_serving()
             assert greedy(head) == served.complete().choices[0].text
             head.run.wait_for(r"^worker: \d+ layers?")
-            # The named device goes away: the endpoint goes on with what is left.
+            # The named device goes away: the endpoint continues with the remaining devices.
             worker.send_signal(signal.SIGKILL)
             head.run.wait_for("^worker is gone: ")
             assert greedy(head) == served.complete().choices[0].text

@@ -43,8 +43,8 @@ class Stream:
     @property
     def read_share(self) -> float:
         """Return the computed share of the prompt; needs ``return_progress``."""
-        told = [printed["event"].get("prompt_progress") for printed in self._printed() if "event" in printed]
-        return max((each["processed"] / each["total"] for each in told if each), default=0.0)
+        reported = [printed["event"].get("prompt_progress") for printed in self._printed() if "event" in printed]
+        return max((each["processed"] / each["total"] for each in reported if each), default=0.0)
 
     @property
     def status(self) -> int | None:

@@ -47,7 +47,7 @@ def reaches(source: Device, address: str) -> bool:
     return True
 
 
-def apart(source: Device, address: str) -> bool:
+def is_cut_off(source: Device, address: str) -> bool:
     """Whether one attempt fails, within the time that tests can wait."""
     return not connects(source, address, 0.4)
 
@@ -85,7 +85,7 @@ def test_addresses_of_version_6_reach_each_other(make_lab: MakeLab) -> None:
     lab = make_lab(DeviceSpec(name="a", ipv6=True), DeviceSpec(name="b", ipv6=True), DeviceSpec(name="c"))
     with probe(lab.device("b"), "serve", "b"):
         assert reaches(lab.device("a"), str(lab.device("b").ip6))
-        assert apart(lab.device("c"), str(lab.device("b").ip6))
+        assert is_cut_off(lab.device("c"), str(lab.device("b").ip6))
 
 
 def test_latency_is_added_to_a_round_trip(make_lab: MakeLab) -> None:
@@ -172,7 +172,7 @@ def test_a_cut_cable_is_shown_and_can_be_plugged_again(pair: Homelab) -> None:
     with probe(b, "serve", "b"):
         pair.cut("a")
         assert python(a, "print(open('/sys/class/net/eth0/carrier').read())") == "0"
-        assert apart(a, b.ip)
+        assert is_cut_off(a, b.ip)
         assert pair.status()[0].link == "cut"
         pair.plug("a")
         assert reaches(a, b.ip)
@@ -212,11 +212,11 @@ def test_a_partition_parts_groups_until_healed(make_lab: MakeLab) -> None:
         lab.partition(["a", "b"], ["c"])
         assert [status.link for status in lab.status()] == ["segment 1", "segment 1", "segment 2", "up"]
         assert reaches(b, a.ip)
-        assert apart(b, c.ip)
-        assert apart(d, a.ip)
-        assert apart(d, c.ip)
+        assert is_cut_off(b, c.ip)
+        assert is_cut_off(d, a.ip)
+        assert is_cut_off(d, c.ip)
         lab.partition(["a"])
-        assert apart(b, a.ip)
+        assert is_cut_off(b, a.ip)
         assert reaches(d, c.ip)
         lab.heal()
         assert reaches(d, a.ip)
@@ -231,7 +231,7 @@ def test_isolated_devices_reach_all_but_each_other(make_lab: MakeLab) -> None:
     a, b, c = lab.devices
     with probe(a, "serve", "a"), probe(c, "serve", "c"):
         lab.isolate("a", "b")
-        assert apart(b, a.ip)
+        assert is_cut_off(b, a.ip)
         assert reaches(b, c.ip)
         assert reaches(c, a.ip)
         lab.heal()

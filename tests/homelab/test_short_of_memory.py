@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MB = 1_000_000
 LAYERS = 32
-"""Of 9 MB: several hundred megabytes, read a little at a time."""
+"""Layers of 9 MB: several hundred megabytes, read a little at a time."""
 WORKER_BYTES = 500 * MB
 """For its daemon and ring process (some 110 MB) and more than half of the model."""
 HEAD_RAM = "255MB"
@@ -38,9 +38,9 @@ ONE_ATTENTION = ("--kv-type", "q8_0")
 over, and the texts differ from the third token on."""
 FIRST_BYTES, STEP_BYTES, LAST_BYTES = 310 * MB, 8 * MB, 4 * MB
 GAIN = 0.3
-"""Of the plan with the worker, which gains more than twice that, and of no other."""
+"""The plan with the worker gains more than twice that, and no other does."""
 FREE_BYTES = 120 * MB
-"""What is free beside a whole share, and some more."""
+"""The free memory besides a whole share, and some more."""
 FEW_BYTES, LAST_S = 25 * MB, 0.8
 LEFT_BYTES = 13 * MB
 """Less is taken at the end, and never all there is, however long the worker takes to notice: nobody shall be killed."""
