@@ -89,11 +89,14 @@ OLD_PROSE: Final = {
     r"\b(?:tried|computed|written|read|formed|measured|begun) anew\b": "again",
     r"\"\"\"(?:Of|What of|Who|Whose|Whom)\b": "the subject first",
 }
-"""Phrases that the product's text and the documents may not have, and what to say instead."""
+"""Phrases that the product's text, its tests and the documents may not have, and what to say instead."""
 KEPT_NAMES: Final = frozenset(
     {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE", "answers_open"}
 )
 """Names that contain one of the words in plain English, or belong to a library, or to a field that others read."""
+TESTS_HAVE: Final = ("desk", "lap")
+SENTENCES_HAVE: Final = (*TESTS_HAVE, "least", "most")
+"""Words that tests may have: devices called desk and lap, and superlatives in the sentences that name tests."""
 FOR_TESTS: Final = ("tools.lab", "tools.research", "tools.synth", "tools.synthetic")
 
 
@@ -227,11 +230,12 @@ def prints_elsewhere(root: Path) -> Iterator[str]:
 def old_words(root: Path) -> Iterator[str]:
     """Yield lines about names that contain a word for which the field has another one; ``docs/architecture.md`` has the
     words."""
-    for path, tree in trees(root, *PRODUCT):
+    for path, tree in trees(root, *PRODUCT, "tests"):
         words = {**OLD_WORDS, **next((own for room, own in ROOM_WORDS.items() if path.startswith(room)), {})}
         for name, line in named(tree):
+            plain = SENTENCES_HAVE if name.startswith("test_") else TESTS_HAVE if path.startswith("tests/") else ()
             for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
-                if word.lower() in words and name not in KEPT_NAMES:
+                if word.lower() in words and word.lower() not in plain and name not in KEPT_NAMES:
                     yield f"{path}:{line}: {name}: say {words[word.lower()]}, not {word.lower()}"
     for file in (each for folder in (*PRODUCT, "tests", "tools") for each in sorted((root / folder).rglob("*.py"))):
         for word in file.stem.split("_"):
@@ -240,9 +244,9 @@ def old_words(root: Path) -> Iterator[str]:
 
 
 def old_prose(root: Path) -> Iterator[str]:
-    """Yield lines about private phrases in the product's source and in documents."""
+    """Yield lines about private phrases in the product's source, in its tests and in documents."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
-    sources = [path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))]
+    sources = [path for folder in (*PRODUCT, "tests") for path in sorted((root / folder).rglob("*.py"))]
     for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
         text = source(path)
         for phrase, better in OLD_PROSE.items():
