@@ -42,14 +42,25 @@ def second_names() -> list[str]:
     return found
 
 
+def fields_of(path: str) -> dict[str, Any]:
+    """The fields of the body that a path takes, without what the document says about them; empty if it takes none."""
+    document = APP.openapi()
+    body = document["paths"][path].get("post", {}).get("requestBody")
+    if body is None:
+        return {}
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    fields = document["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
+    return {name: {**field, "description": "", "title": ""} for name, field in fields.items()}
+
+
 def same_bodies() -> list[str]:
-    """Paths whose request body equals that of a later one."""
-    known, found = set[str](), []
-    for path, operations in reversed(APP.openapi()["paths"].items()):
-        body = operations.get("post", {}).get("requestBody")
-        if body is not None and path not in second_names():
-            found += [path] * (str(body) in known)
-            known.add(str(body))
+    """Paths whose request body has only fields of another one, where they are tried."""
+    known = {path: fields_of(path) for path in APP.openapi()["paths"] if path not in second_names()}
+    found: list[str] = []
+    for path, fields in known.items():
+        others = (known[other] for other in known if other != path and other not in found)
+        if fields and any(fields.items() <= other.items() for other in others):
+            found.append(path)
     assert found
     return found
 
@@ -104,7 +115,7 @@ def test_every_response_matches_the_openapi_document(case: schemathesis.Case) ->
 
 @SAME.parametrize()
 @settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 def test_responses_to_bodies_that_are_all_tried_elsewhere_match_too(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})
