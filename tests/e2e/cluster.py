@@ -1,7 +1,7 @@
-"""Run the ``primad`` command as users do: real processes, their output read as it comes, none left at the end.
+"""Run the ``primad`` command as users do: real processes, output read as it comes, none left at the end.
 
-Everything waits on a condition with a deadline. Each process carries a mark in its environment that its children inherit, so
-that whatever outlives it is found, orphans included.
+All waits are for a condition, with a deadline. Each process has a mark in its environment that its children inherit, so
+processes that outlive it are found, even orphans.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tests.forks import PROGRAM as PRIMAD
 
 PATIENCE_S = 180.0
-"""For what takes seconds: it may take much longer where other programs have most of the machine."""
+"""Timeout of things that take seconds, or much longer on a busy machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
-"""The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
+"""A head's configuration: no device is considered gone if the machine stalls for a while."""
 STEADY = "replan_gain = 2\n"
 """The configuration of every head: no plan that serves gives way to a better one, which the times of a busy machine may
 bring at any moment, and with it a ring that has counted and kept nothing. Devices that join are taken in all the same."""
 SHORT_S, LONG_S, RARELY_S = 0.04, 0.1, 0.4
-"""Between two looks at what is waited for: each costs time of a core that is waited for too, so they get rarer."""
+"""Poll intervals: they grow, since polling takes CPU time from the awaited processes."""
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
-"""Made once: making a client takes 50 ms of a core, which counts where somebody asks until an answer changes."""
+"""One client for all: making one takes 50 ms of CPU time, too much for polling."""
 _MARK = "PRIMAD_E2E_MARK"
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S, *, stays: bool = False) -> None:
-    """Look at ``condition`` until it holds; less often where it ``stays`` so."""
+    """Poll ``condition`` until it holds; less often if it ``stays`` true."""
     longest_s = RARELY_S if stays else LONG_S
     began = time.monotonic()
     while not condition():
@@ -52,14 +52,14 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATI
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[str, str]:
-    """This environment without the user's own settings of primad: on loopback, trusted by who has the same folder."""
+    """Return this environment without the user's settings of primad: on loopback, with the tests' local trust."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
     kept |= {"PRIMAD_HOST": LOOPBACK, LOCAL_TRUST: os.environ[LOCAL_TRUST]}
     if temporary is not None:
@@ -68,7 +68,7 @@ def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[s
 
 
 def run_primad(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A ``primad`` command, run to its end with nothing to read."""
+    """Run a ``primad`` command without input to its end."""
     return subprocess.run(
         [PRIMAD, *map(str, arguments)],
         env=environment("command"),
@@ -81,7 +81,7 @@ def run_primad(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The running processes that carry ``mark``."""
+    """Return the running processes with this mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -93,7 +93,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 class Primad:
-    """One running ``primad`` command; ``lines`` is what it printed so far, both streams together."""
+    """A running ``primad`` command; ``lines`` is its output so far, both streams together."""
 
     def __init__(self, *arguments: object, temporary: Path | None = None, **more: str) -> None:
         self.mark = secrets.token_hex(8)
@@ -123,11 +123,11 @@ class Primad:
 
     @property
     def output(self) -> str:
-        """Everything it printed so far."""
+        """Its output so far."""
         return "\n".join(self.lines)
 
     def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S, *, start: int = 0) -> re.Match[str]:
-        """The first line from number ``start`` on in which ``pattern`` is found, awaited."""
+        """Wait for a line that matches ``pattern``, from line ``start``; return the match."""
         deadline = time.monotonic() + timeout_s
         with self._news:
             while True:
@@ -140,18 +140,18 @@ class Primad:
                 self._news.wait(min(left, 0.5))
 
     def processes(self) -> list[psutil.Process]:
-        """Its running processes: itself and everything that it started."""
+        """Return its running processes: itself and all that it started."""
         return marked(self.mark)
 
     def send_signal(self, number: int) -> None:
-        """SIGINT as a terminal sends it, to its children as well; any other signal to itself only."""
+        """Send a signal: SIGINT to its children too, as a terminal does, others to itself only."""
         if number == signal.SIGINT:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit code, awaited."""
+        """Wait until it ends; return the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -160,17 +160,17 @@ class Primad:
         return code
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """End it as its owner does and wait for it; its exit code."""
+        """End it as its owner would; return the exit code."""
         self.send_signal(number)
         return self.wait_end()
 
     def kill(self) -> None:
-        """Kill it as a crash does (its own process only) and wait until it is gone."""
+        """Kill its own process only, as a crash would, and wait until it is gone."""
         self.process.kill()
         self.process.wait()
 
     def end(self) -> None:
-        """Kill whatever is left of it."""
+        """Kill all that is left of it."""
         if self.process.poll() is None:
             self.kill()
         left = self.processes()
@@ -184,7 +184,7 @@ class Primad:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is no more, or only its entry is left."""
+    """Whether a process is gone, or a zombie."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -192,7 +192,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Its arguments; none of one that ended in this moment."""
+    """Return its arguments; none if it has just ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:  # a zombie is one too
@@ -200,12 +200,12 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def ring_processes(run: Primad) -> list[psutil.Process]:
-    """The ring processes of a daemon: one, or two while a ring is formed beside another or the one before it ends."""
+    """Return the ring processes of a daemon: one, or two while the next ring forms or the previous one ends."""
     return [process for process in run.processes() if "primad.ring.process" in command_of(process)]
 
 
 def ring_process(run: Primad) -> psutil.Process:
-    """The one ring process of a daemon, awaited."""
+    """Wait until a daemon has exactly one ring process; return it."""
     found: list[psutil.Process] = []
 
     def is_one() -> bool:
@@ -234,7 +234,7 @@ def stopped(process: psutil.Process) -> Iterator[bool]:
 
 @contextmanager
 def primad(*arguments: object, temporary: Path | None = None, **more: str) -> Iterator[Primad]:
-    """A ``primad`` command in the background, killed at the end if it still runs."""
+    """Run a ``primad`` command in the background; kill it at the end if it still runs."""
     running = Primad(*arguments, temporary=temporary, **more)
     try:
         yield running
@@ -246,7 +246,7 @@ def primad(*arguments: object, temporary: Path | None = None, **more: str) -> It
 def joining(
     home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
 ) -> Iterator[Primad]:
-    """A worker that was just started; its name is that of its home folder. See ``wait_joined``."""
+    """Start a worker, named like its home folder, without waiting; see ``wait_joined``."""
     base = ("join", "--home", home, "--name", home.name, "--cluster", cluster)
     with primad(*base, *arguments, temporary=temporary, **more) as worker:
         yield worker
@@ -262,7 +262,7 @@ def wait_joined(worker: Primad, home: Path) -> None:
 def joined(
     home: Path, cluster: str, *arguments: object, temporary: Path | None = None, **more: str
 ) -> Iterator[Primad]:
-    """A worker that waits for a head; its name is that of its home folder."""
+    """Start a worker, named like its home folder, and wait until it waits for a head."""
     with joining(home, cluster, *arguments, temporary=temporary, **more) as worker:
         wait_joined(worker, home)
         yield worker
@@ -270,7 +270,7 @@ def joined(
 
 @contextmanager
 def all_joined(homes: Sequence[Path], cluster: str, *arguments: object, **more: str) -> Iterator[list[Primad]]:
-    """Workers that wait for a head, started together."""
+    """Start workers concurrently, and wait until they wait for a head."""
     with ExitStack() as stack:
         workers = [stack.enter_context(joining(home, cluster, *arguments, **more)) for home in homes]
         for worker, home in zip(workers, homes, strict=True):
@@ -279,7 +279,7 @@ def all_joined(homes: Sequence[Path], cluster: str, *arguments: object, **more: 
 
 
 def control_port(worker: Primad) -> int:
-    """The port that a worker said it listens on."""
+    """Return the port on which a worker reports that it listens."""
     return int(worker.wait_for(r"waiting for a head .*port (\d+)\)")[1])
 
 
@@ -296,7 +296,7 @@ class Head:
         return int(self.url.rsplit(":", 1)[1])
 
     def health(self) -> tuple[int, str]:
-        """Status and detail of the health check; status 0 while nobody answers."""
+        """Return status and detail of the health check; status 0 without a response."""
         try:
             answer = HTTP.get(f"{self.url}/health")
         except httpx.TransportError:
@@ -304,7 +304,7 @@ class Head:
         return answer.status_code, answer.text
 
     def status(self) -> dict[str, Any]:
-        """What ``/status`` says."""
+        """Return ``/status``."""
         return dict(HTTP.get(f"{self.url}/status").json())
 
     def answers(self) -> bool:
@@ -312,7 +312,7 @@ class Head:
         return any(slot["is_processing"] for slot in HTTP.get(f"{self.url}/slots").json())
 
     def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
-        """Wait until it can serve; the statuses of the health check on the way."""
+        """Wait until it serves; return the other statuses of the health check seen meanwhile."""
         seen = set()
 
         def serves() -> bool:
@@ -328,7 +328,7 @@ class Head:
         return seen - {200}
 
     def wait_health(self, detail: str, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the health check says ``detail``."""
+        """Wait until the health check reports ``detail``."""
         wait_until(lambda: detail in self.health()[1], f"the health check says {detail!r}", timeout_s)
 
 
@@ -342,8 +342,8 @@ def heading(
     config: str = PATIENT,
     **more: str,
 ) -> Iterator[Head]:
-    """A head that was just started; its name is that of its home folder. Extra buffers are off. Without a ``model`` it
-    offers several."""
+    """Start a head, named like its home folder, without waiting. Extra buffers are off. Without a ``model`` it offers
+    several."""
     (home / "config.toml").write_text(STEADY + config)
     port = free_port()
     chosen = () if model is None else ("--model", model)
@@ -355,7 +355,7 @@ def heading(
 
 @contextmanager
 def serving(model: Path, home: Path, cluster: str, *arguments: object) -> Iterator[Head]:
-    """A head that serves."""
+    """Start a head and wait until it serves."""
     with heading(model, home, cluster, *arguments) as head:
         head.wait_serving()
         yield head
@@ -375,7 +375,7 @@ def ring(model: Path, homes: list[Path], cluster: str, *arguments: object) -> It
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Every file under ``folder`` with inode, size and time of change; folders as well, without those."""
+    """Return every file under ``folder`` with inode, size and modification time, and every folder with zeros."""
     return {
         str(path.relative_to(folder)): (0, 0, 0)
         if path.is_dir()

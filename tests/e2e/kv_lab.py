@@ -1,4 +1,4 @@
-"""A ring of three whose devices keep the KV cells of answers, for tests in which some of them die or come."""
+"""A ring of three with replicas of the KV cache, for tests in which devices die or join."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUN_S, _STOP_S = 0.05, 0.2
 
 
 class Lab:
-    """A head and two workers, all on one machine; who dies is replaced before the next test."""
+    """A head and two workers, all on one machine; dead workers are replaced before the next test."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Lab:
         self.undisturbed = self.ask().text
 
     def add(self, count: int) -> list[str]:
-        """Start more workers, all together; their names."""
+        """Start more workers concurrently; return their names."""
         names = [f"w{self._count + 1 + each}" for each in range(count)]
         self._count += count
         self.homes |= {name: self._make_home(name) for name in names}
@@ -61,19 +61,19 @@ class Lab:
         return names
 
     def ask(self, act: Callable[[], object] | None = None, **other: Any) -> Reported:
-        """An answer as this lab's are, but for what is ``other``."""
+        """Run a request with this lab's fields, except for ``other`` ones."""
         return ask(self.head, act, **{"tokens": self._tokens, "middle": self._middle, **self._fields, **other})
 
     @property
     def kv(self) -> dict[str, Any]:
-        """What the head says of KV cells; empty while a ring is formed."""
+        """The head's status of the KV cache; empty while a ring is formed."""
         return dict(self.head.status()["kv"] or {})
 
     def replica_of(self, device: str) -> str:
         return next(copy["replica"] for copy in self.kv["copies"] if copy["device"] == device)
 
     def two(self) -> tuple[str, str]:
-        """The names of two workers that compute, and nobody else."""
+        """Wait until exactly two workers compute; return their names."""
         for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
             del self.workers[name]
         self.add(2 - len(self.workers))
@@ -101,16 +101,16 @@ class Lab:
 
     @contextmanager
     def all_copied(self, slowed: psutil.Process) -> Iterator[None]:
-        """Within a request: its complete blocks are replicated, but for the newest, and few tokens follow.
+        """Wait during a request until all its complete blocks but the newest are replicated, with few tokens behind.
 
-        Until then a ring process runs only a fifth of the time, so that the request does not end before.
+        The ring process ``slowed`` runs a fifth of the time meanwhile, so that the request does not end first.
         """
         with running_in_slices(slowed):
             wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
             yield
 
     def copied(self, name: str) -> list[Path]:
-        """One file of each block that a device replicates, in the order of the request; a block may have several."""
+        """Return one replica file of each block on a device, in the order of the request; a block may have several."""
         found = (self.homes[name] / "run" / "cells").glob("*/*.copy")
         by_block: dict[Path, Path] = {}
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
@@ -120,7 +120,7 @@ class Lab:
 
 @contextmanager
 def running_in_slices(process: psutil.Process) -> Iterator[None]:
-    """Stop ``process`` again and again, too briefly for anyone to think that it hangs."""
+    """Suspend ``process`` repeatedly, too briefly for it to count as hanging."""
     is_over = threading.Event()
 
     def stop_often() -> None:

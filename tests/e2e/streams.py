@@ -1,4 +1,4 @@
-"""Greedy answers as a client sees them while something happens to the cluster."""
+"""Greedy completions as a client sees them, while something happens to the cluster."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.e2e.cluster import PATIENCE_S, Head, ring_process, stopped
 STORY = "Once upon a time, in a village by the sea,"
 TOKENS = 120
 MIDDLE = 40
-"""What happens to a device happens after so many pieces."""
+"""Number of chunks after which something happens to a device."""
 LOOKS = 3
 """At whether an answer is open, once no more is computed: what was reported before is read until then."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """An answer as its client saw it; ``gap_s`` is the longest time between two pieces."""
+    """A completion as its client saw it; ``gap_s`` is the longest time between two chunks."""
 
     text: str
     finish: str | None
@@ -118,5 +118,5 @@ def _read(head: Head, body: dict[str, Any], acting: _Acting | None = None, middl
 
 
 def show(line: str) -> None:
-    """A measured figure, for who runs the tests with ``-s`` or ``-rP``."""
+    """Print a measured figure, shown with ``-s`` or ``-rP``."""
     sys.stdout.write(f"{line}\n")

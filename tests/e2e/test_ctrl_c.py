@@ -1,6 +1,6 @@
-"""Ctrl-C or a termination signal ends any of them, with no process, socket or temporary file left.
+"""Ctrl-C or a termination signal ends any command, with no process, socket or temporary file left.
 
-Only a worker that computes takes longer, as it hands over first; a second Ctrl-C ends it at once.
+Only a computing worker takes longer, since it hands over first; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tools.synth import FEW_TOKENS, write_model
 pytestmark = pytest.mark.slow
 
 started_by_a_shell = pytest.mark.usefixtures("started_by_a_shell")
-"""One of each command and state is started as users start it; the others fork, which spares a second of a core each."""
+"""One case of each command and state starts as users start it; forking the others saves a second of CPU time each."""
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
 SHARED = ("--windows", "4,10")
@@ -53,12 +53,12 @@ both_signals = pytest.mark.parametrize(
         pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.matrix),
     ],
 )
-"""Both do the same in every state: some are tested with the one, some with the other, all with both by ``tools/faults``."""
+"""Both signals act alike, so most states are tested with one of them; ``tools/faults`` tests these with both."""
 
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Path:
-    """Where the processes of a test put temporary files."""
+    """The temporary folder of a test's processes."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     return folder
@@ -66,7 +66,7 @@ def temporary(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def large(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model of about 550 MB: long enough in hashing, shipping and loading to be interrupted there."""
+    """A model of about 550 MB, so that hashing, shipping and loading take long enough to be interrupted."""
     path = tmp_path_factory.mktemp("large") / "large.gguf"
     write_model(path, preset="1b-q4k", vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     yield path
@@ -74,7 +74,7 @@ def large(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 def assert_ends(run: Primad, number: int, temporary: Path, home: Path | None = None) -> None:
-    """Send the signal and judge what is left once it has ended: a daemon, which has a home, or another command."""
+    """Send the signal and check what is left at the end of a daemon, which has a ``home``, or of another command."""
     ports = listening(run)
     start = time.monotonic()
     run.send_signal(number)
@@ -97,12 +97,12 @@ def assert_ends(run: Primad, number: int, temporary: Path, home: Path | None = N
 
 
 def is_last_word(path: Path) -> bool:
-    """Whether a ring process left the file ``path`` because it had something to say."""
+    """Whether the file ``path`` is a ring process's log with contents."""
     return path.name.startswith("ring-") and path.suffix == ".log" and path.stat().st_size > 0
 
 
 def listening(run: Primad) -> set[int]:
-    """The TCP ports that it and its children listen on."""
+    """Return the TCP ports on which it and its children listen."""
     found = set()
     for process in run.processes():
         with suppress(psutil.NoSuchProcess):  # trials come and go
@@ -113,7 +113,7 @@ def listening(run: Primad) -> set[int]:
 
 @contextmanager
 def streaming(head: Head) -> Iterator[list[str]]:
-    """A client that reads a long answer; its lines so far."""
+    """Run a client that reads a long completion; yield its lines so far."""
     lines: list[str] = []
 
     def read() -> None:
@@ -230,7 +230,7 @@ def test_head_and_worker_that_ship_layers(large, new_home, cluster, temporary, n
 
 @interrupted
 def test_head_whose_worker_was_killed_while_loading(large, new_home, cluster, temporary, number):
-    """It waits for that one to come back, as long as it was told to."""
+    """The head waits for the worker to return, up to ``--wait-timeout``."""
     home = new_home("head")
     with (
         joined(slow_home(new_home), cluster) as worker,

@@ -1,6 +1,6 @@
-"""Disks fail and files change under a model that streams: one clear line, the layer anew, and the same text goes on.
+"""Disks fail and files change under a streaming model: one clear line, the layer is fetched again, no token changes.
 
-A slow head lets two workers compute that have little memory, so that most of their layers are read for each token.
+A slow head leaves the layers to two workers with little memory, which read most of them for each token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.synth import FEW_TOKENS, write_model
 pytestmark = pytest.mark.slow
 
 MAX_RAM = "65MiB"
-"""The runtime and little more than two layers, so that nearly all layers stream."""
+"""Memory for the runtime and little more than two layers, so that nearly all layers stream."""
 TOKENS, MIDDLE = 32, 8
 ONE_ATTENTION = ("--kv-type", "q8_0")
 """It needs flash attention. Of f16, a plan that is made while nobody asks may have either, by which layers stream."""
@@ -43,7 +43,7 @@ needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux 
 
 
 def slow_machine(folder: Path) -> Path:
-    """A cache folder in which this machine counts as a slow one."""
+    """Return a cache folder in which this machine counts as a slow one."""
     slow = replace(SEEDED_CPU, speeds=speeds(3e8, 2e9), layer_s=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -57,7 +57,7 @@ def slow_machine(folder: Path) -> Path:
 
 
 class Lab:
-    """A head and two workers; the layers of ``w1`` lie on a disk that can fail, where this machine can mount one."""
+    """A head and two workers; where possible, the layers of ``w1`` are on a disk that can fail."""
 
     def __init__(self, stack: ExitStack, model: Path, make_home: Callable[[str], Path], cache: Path) -> None:
         self.cluster = f"lab-{secrets.token_hex(6)}"
@@ -78,18 +78,18 @@ class Lab:
         self.undisturbed = ask(self.head, tokens=TOKENS).text
 
     def folder(self, name: str) -> Path:
-        """Where a device has its layers."""
+        """Return the folder of a device's layers."""
         return self._homes[name] / "cache" / "layers"
 
     def layers(self, name: str, *, streamed: bool) -> list[Path]:
-        """The layer files that a device uses now; of the ``streamed`` ones those that are not in memory at the moment."""
+        """Return the layer files that a device uses now; if ``streamed``, only those that are not in memory now."""
         run = self._runs[name]
         found = {place.path: place.rss for place in ring_process(run).memory_maps()}
         files = sorted(path for path in self.folder(name).glob("*.gguf") if str(path) in found)
         return [path for path in files if not streamed or found[str(path)] < path.stat().st_size // 2]
 
     def streamed(self, name: str, number: int) -> Path:
-        """One of the layer files that ``name`` reads for each token; which are in memory changes all the time."""
+        """Wait until ``name`` has more than ``number`` layer files out of memory; return that one."""
         found: list[Path] = []
 
         def enough() -> bool:
@@ -100,11 +100,11 @@ class Lab:
         return found[number]
 
     def status(self) -> dict[str, dict]:
-        """What each device of the ring does and holds."""
+        """Return the status of each device of the ring by name."""
         return {device["name"]: device for device in self.head.status().get("devices", ())}
 
     def wait_computing(self, *names: str) -> None:
-        """Wait until just these workers compute."""
+        """Wait until exactly these workers compute."""
         try:
             wait_until(lambda: set(self.status()) == {"head", *names}, f"{names} compute", stays=True)
         except AssertionError as exc:
@@ -112,14 +112,14 @@ class Lab:
             raise
 
     def wait_whole(self, name: str, file: Path, is_whole: Callable[[], bool]) -> None:
-        """Wait until a file was fetched again, or ``name`` computes other layers: workers alike may change places."""
+        """Wait until a file was fetched again, or ``name`` has other layers: equal workers may swap places."""
         wait_until(
             lambda: (file.exists() and is_whole()) or file not in self.layers(name, streamed=False),
             f"{file.name} was fetched again",
         )
 
     def continues_after(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
-        """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile, and why if it was ``breaking``."""
+        """Check a completion with ``act`` in its middle; return the head's lines, with the cause if ``breaking``."""
         before = len(self.head.run.lines)
         reported = ask(self.head, act, still=True, tokens=TOKENS, middle=MIDDLE)
         if breaking and reported.error is None:  # the answer may be there before the line was read
@@ -136,7 +136,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def slow_model(smollm2: Path, tmp_path_factory) -> Path:
-    """Most of SmolLM2's layers with its first tokens and random weights."""
+    """Write a model with most of SmolLM2's layers, its first tokens and random weights."""
     path = tmp_path_factory.mktemp("slow") / "slow-24-layers.gguf"
     shape = {
         "layers": 24,
@@ -158,19 +158,19 @@ def lab(slow_model: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
 
 
 def breaks(printed: list[str]) -> list[str]:
-    """The lines that say why a ring was formed again."""
+    """Return the lines that say why a ring was formed again."""
     return [line for line in printed if line.endswith("; forming the ring again")]
 
 
 def written_to(file: Path) -> str:
-    """What is said of a file that was changed since a step began that had used it already."""
+    """Return the message about a file that was changed during a step that used it."""
     return (
         f"{file}: somebody wrote to this file while it was used; it is not the model any more; forming the ring again"
     )
 
 
 def overwrite(file: Path) -> None:
-    """Turn over a byte in the middle of a file, as another program does."""
+    """Invert a byte in the middle of a file, as another program might."""
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
         byte = opened.read(1)
@@ -221,7 +221,7 @@ def test_a_layer_file_is_overwritten(lab):
 
 @needs_pages
 def test_a_layer_file_is_replaced(lab, tmp_path):
-    """What is mapped is the old one: nothing happens until it is loaded the next time."""
+    """The old file stays mapped, so nothing happens until the next load."""
     lab.wait_computing("w1", "w2")
     file = lab.streamed("w2", 1)
     other = file.with_name("other")
@@ -234,9 +234,9 @@ def test_a_layer_file_is_replaced(lab, tmp_path):
 
 @needs_pages
 def test_a_layer_of_the_head_is_cut_short(lab):
-    """A layer that stays in memory, by so little that nobody misses it before it is used: then it is a SIGBUS.
+    """The layer is resident, and the cut so small that its use is the first to notice, with a SIGBUS.
 
-    Unless it happened just after the layer was used, and before the step that it was used for left the device.
+    If the cut comes between that use and the end of the step, the change of the file is reported instead.
     """
     lab.wait_computing("w1", "w2")
     cut = lab.layers("head", streamed=False)[0]
@@ -250,7 +250,7 @@ def test_a_layer_of_the_head_is_cut_short(lab):
 
 @needs_bad_disk
 def test_a_disk_that_fails_again_and_again(lab):
-    """Its device was given layers again twice; that will not do for ever."""
+    """The device has already fetched layers again twice; the third time it is left out."""
     lab.wait_computing("w1", "w2")
     bad = lab.streamed("w1", 2)
     printed = lab.continues_after(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
@@ -294,7 +294,7 @@ def test_the_model_file_of_a_single_device_cannot_be_read(slow_model, new_home, 
     "act", [overwrite, lambda file: os.truncate(file, file.stat().st_size // 2)], ids=["overwritten", "cut"]
 )
 def test_the_model_file_of_a_single_device_changes(slow_model, new_home, cluster, tmp_path, act):
-    """There is nothing to fetch it from: whoever asks is told, and what the owner can do."""
+    """There is no other source for the file: clients get an error that says what the owner can do."""
     model = tmp_path / "model.gguf"
     shutil.copyfile(slow_model, model)
     with heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head:

@@ -1,6 +1,6 @@
-"""A device dies in the middle of a long answer: what it had computed is taken from the copy, and is not computed again.
+"""A device dies during a long completion: its KV cache is restored from the replica instead of being recomputed.
 
-How much was computed again is counted, never timed.
+Recomputed tokens are counted; nothing is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS, MIDDLE = 180, 90
 AGAIN = 64
-"""Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
+"""Tokens not yet in a block, tokens under way in the ring, and a block not yet replicated."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_kv_blocks_of_a_finished_request_are_removed(lab):
 
 
 def flip(path: Path) -> None:
-    """Another bit in the middle of the file."""
+    """Flip a bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

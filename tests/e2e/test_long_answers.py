@@ -1,6 +1,6 @@
-"""A worker dies late in a long answer: the pause is as short as early in it, and the text that of an undisturbed run.
+"""A worker dies late in a long completion: the pause is as short as early in it, and no token changes.
 
-The pauses are noted for ``tools/faults long``, which says how long they were; nothing here judges them.
+The pauses are recorded for ``tools/faults long``, which shows them; they are not judged here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.e2e.streams import show
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 AFTER = 60
-"""Tokens behind the death."""
+"""Tokens after the death."""
 BEHIND = 1500
-"""Tokens behind a change that was planned: who joins is measured first."""
+"""Tokens after a planned change: a joining device is measured first."""
 AGAIN = 64
 KINDS: dict[str, dict[str, Any]] = {
     "f16": {},
@@ -118,13 +118,13 @@ def test_eight_concurrent_requests_resume_from_their_kv_blocks(smollm2, new_home
 
 
 def run_command(lab: Lab, command: str, name: str) -> None:
-    """``primad`` with ``command``, at the home of a worker."""
+    """Run a ``primad`` command with the home of a worker."""
     with primad(command, "--home", lab.homes[name]) as run:
         assert run.wait_end() == 0
 
 
 def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[], None]:
-    """A ``change`` after which so many workers compute."""
+    """Return a function that makes a ``change`` and waits until this number of workers computes."""
 
     def act() -> None:
         change()
@@ -134,7 +134,7 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
 
 
 def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
-    """Kill a worker as soon as its replica has all blocks that it was notified of; slow the ``other`` worker until then."""
+    """Return a function that kills a worker once its replica is complete; the ``other`` worker is slowed until then."""
     slowed = ring_process(lab.workers[other])
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""The real thing: daemons in processes of their own, found by mDNS, asked through the official client."""
+"""The real thing: daemons in their own processes, found by mDNS, queried through the official client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client_of(head: Head) -> openai.OpenAI:
 
 @dataclass(frozen=True)
 class Served:
-    """Two workers and a head that serve, and what the health check said from the head's start until it did."""
+    """Two workers and a head that serve, and the results of the health check before that."""
 
     cluster: str
     head: Head
@@ -174,14 +174,14 @@ def test_status_and_metrics_include_every_device(served, tmp_path):
 
 
 def of_devices(served: Served, figure: str) -> dict[str, float]:
-    """What the metrics say of each device now."""
+    """Return a metric of each device."""
     metrics = httpx.get(f"{served.head.url}/metrics", timeout=PATIENCE_S).text
     found = re.findall(rf'^primad_device_{figure}{{device="(\w+)"}} (\S+)$', metrics, re.MULTILINE)
     return {device: float(value) for device, value in found}
 
 
 def all_steps(served: Served) -> dict[str, float]:
-    """How many visits of steps each device has counted, once all answer in time."""
+    """Wait until all devices reply in time; return the number of steps that each has counted."""
     found: dict[str, float] = {}
 
     def all_answer() -> bool:
@@ -371,7 +371,7 @@ def test_two_concurrent_requests_have_the_texts_of_single_ones(served):
 
 
 def test_devices_lists_the_devices_in_sight(served):
-    """It looks for two seconds, which may be too short where the machine is busy: then again."""
+    """The command looks for two seconds, so on a busy machine it is repeated."""
     roles = {"head": "head", "first": "worker", "second": "worker"}
     looks: list[list[dict]] = []
 
@@ -410,7 +410,7 @@ def test_windows_by_hand(served, quick_model, new_home, cluster):
 
 
 def test_a_device_that_only_slows_the_ring_is_left_out(served, quick_model, new_home, cluster):
-    """Two processes share the cores of one machine: alone the head is faster."""
+    """Both processes share the cores of one machine, so the head alone is faster."""
     with (
         joined(new_home("worker"), cluster) as worker,
         serving(quick_model, new_home("head"), cluster, "--wait", 1) as head,
@@ -428,7 +428,7 @@ def test_no_worker_in_sight(served, quick_model, new_home, cluster):
 
 
 def test_a_device_named_by_address(served, quick_model, new_home, cluster):
-    """It is of another cluster, so mDNS alone would not lead to it, and starts after the head."""
+    """The device belongs to another cluster, so mDNS alone would not find it, and it starts after the head."""
     port = free_port()
     with heading(quick_model, new_home("head"), cluster, "--device", f"127.0.0.1:{port}", "--use-all") as head:
         head.run.wait_for("^waiting for 1 of 1 devices: ")

@@ -1,4 +1,4 @@
-"""A primad cluster on the devices of a lab: daemons as their owners start them, faults between them, streams through them.
+"""A primad cluster on the devices of a lab: real daemons, faults and streamed completions.
 
     with Homelab(fleet) as lab, Cluster(lab, model) as cluster:
         cluster.start()
@@ -10,7 +10,7 @@
         stream.recovered_s(died)
 
 The first device of the lab is the head unless told otherwise. Devices count as measured, with the made-up figures of
-``tests/fakes/profile.py``, and trust each other by what is written in their homes; ``pair`` does it as people do.
+``tests/fakes/profile.py``, and trust each other through files in their homes; ``pair`` pairs them as users do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ URL = f"http://127.0.0.1:{HTTP_PORT}"
 START_S = 240.0
 LAST_LINES = 20
 _LOOK_S = 0.1
-"""Between two looks whether the head lives; what is awaited is told at once."""
+"""Interval at which the head is checked to be alive; the awaited state itself is reported at once."""
 CODE = r"\b[0-9]{1,2}-[a-z]+-[a-z]+\b"
 
 
@@ -82,11 +82,11 @@ class Cluster:
 
     @staticmethod
     def now() -> float:
-        """The time, on the clock of every stream."""
+        """Return the time on the clock of all streams."""
         return time.monotonic()
 
     def start(self, timeout_s: float = START_S) -> None:
-        """Have every worker wait for a head, then start the head and wait until it serves with all of them."""
+        """Start the workers, then the head; wait until it serves with all of them."""
         self.prepare()
         for daemon in [self._start(worker, "join", *self._join) for worker in self.workers]:
             daemon.wait_for("waiting for a head")
@@ -99,14 +99,14 @@ class Cluster:
         return ("--wait", len(self.workers), *(() if "--windows" in self._serve else ("--use-all",)))
 
     def prepare(self) -> None:
-        """Make homes: measured, and trusting if the cluster is."""
+        """Make the home folders: profiled, and trusting each other if the cluster is ``trusting``."""
         for child in [self._seeding(device) for device in self.lab.devices]:
             assert child.wait(PATIENCE_S) == 0, "a device could not be seeded; its error stands above"
         if self._trusting:
             introduce(self.lab.devices)
 
     def seed(self, name: str, speed: float) -> None:
-        """Have a device count as ``speed`` times as fast as others from its next start on."""
+        """Make a device count as ``speed`` times as fast as others, from its next start."""
         assert self._seeding(self.lab.device(name), speed).wait(PATIENCE_S) == 0, "its error stands above"
 
     def _seeding(self, device: Device, speed: float = 1.0) -> subprocess.Popen[bytes]:
@@ -114,13 +114,13 @@ class Cluster:
         return device.popen(words, env=self._env(), stdin=subprocess.DEVNULL)
 
     def start_worker(self, name: str, *arguments: object) -> Running:
-        """Start ``primad join`` on a device, again after an end, and wait until it waits for a head."""
+        """Start or restart ``primad join`` on a device, and wait until it waits for a head."""
         worker = self._start(self.lab.device(name), "join", *self._join, *arguments)
         worker.wait_for("waiting for a head")
         return worker
 
     def start_head(self, *arguments: object) -> Running:
-        """Start ``primad serve`` on the head, again after an end; does not wait."""
+        """Start or restart ``primad serve`` on the head without waiting."""
         plain = ("--model", self.model, "--port", HTTP_PORT, "--extra-buffers", "off")
         return self._start(self.head, "serve", *plain, *self._serve, *arguments)
 
@@ -137,7 +137,7 @@ class Cluster:
         return {"PYTHONPATH": path, "NO_COLOR": "1", "PRIMAD_REPLAN_GAIN": f"{self._gain:g}"}
 
     def code(self, timeout_s: float = PATIENCE_S) -> tuple[str, int]:
-        """The code that ``primad pair`` shows on the head, and the port where it is taken."""
+        """Return the code that ``primad pair`` shows on the head, and the port that accepts it."""
         done = self.head.run([PRIMAD, "pair"], env=self._env(), timeout_s=timeout_s)
         code, port = re.search(CODE, done.stdout), re.search(r"--device \S+:([0-9]+)", done.stdout)
         assert code is not None, f"primad pair shows no code: {done.stdout}{done.stderr}"
@@ -145,12 +145,12 @@ class Cluster:
         return code[0], int(port[1])
 
     def bring(self, name: str, code: str, port: int | None = None) -> Running:
-        """Start ``primad join --code`` on a device, with the head's address if ``port`` is given; does not wait."""
+        """Start ``primad join --code`` on a device, with the head's address if ``port`` is given, without waiting."""
         there = () if port is None else ("--device", f"{self.head.ip}:{port}")
         return self._start(self.lab.device(name), "join", *self._join, "--code", code, *there)
 
     def pair(self, name: str, timeout_s: float = PATIENCE_S) -> Running:
-        """Pair a device as people do: ``primad pair`` on the head, ``primad join --code`` on the device."""
+        """Pair a device as users do: ``primad pair`` on the head, ``primad join --code`` on the device."""
         worker = self.bring(name, self.code(timeout_s)[0])
         worker.wait_for("paired with", timeout_s)
         return worker
@@ -161,9 +161,9 @@ class Cluster:
         assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
     def stream(self, prompt: str, max_tokens: int, **body: Any) -> Stream:
-        """Ask the head for a streamed chat completion, greedy unless ``body`` says otherwise; does not wait.
+        """Request a streamed chat completion, greedy unless ``body`` says otherwise, without waiting.
 
-        All of its prompt is computed, whatever was asked before.
+        The whole prompt is computed; no cached prefix is used.
         """
         asked = {
             "messages": [{"role": "user", "content": prompt}],
@@ -178,12 +178,12 @@ class Cluster:
         return Stream(running)
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body of the health check; status 0 while nobody answers."""
+        """Return status and body of the health check; status 0 without a response."""
         printed = self._client("health")
         return int(printed["status"]), printed["body"]
 
     def status(self) -> dict[str, Any]:
-        """What the head's ``/status`` says."""
+        """Return the head's ``/status``."""
         return dict(self._client("status")["body"])
 
     def is_answering(self) -> bool:
@@ -191,9 +191,9 @@ class Cluster:
         return any(slot["is_processing"] for slot in self._client("slots")["body"])
 
     def wait_serving(self, timeout_s: float = START_S, detail: str = "") -> float:
-        """Wait until the head can serve, and its health check says ``detail`` if one is given; the time when it did.
+        """Wait until the head serves, with this ``detail`` of the health check if given; return the time.
 
-        Fails at once when the head ends before that.
+        Fails at once if the head ends first.
         """
         head = self.daemons[self.head.name]
         with running(self.head, *CLIENT, "wait", URL, f"{timeout_s:g}", detail, **self._env()) as client:
@@ -214,17 +214,17 @@ class Cluster:
         return printed
 
     def logs(self) -> str:
-        """What every daemon printed, for a failing test to show."""
+        """Return the output of every daemon, for failing tests."""
         return "\n".join(f"--- {name}\n{daemon.output}" for name, daemon in self.daemons.items())
 
 
 def home(device: Device) -> Path:
-    """The home folder of a device's primad, as this process sees it."""
+    """Return the home folder of a device's primad, as this process sees it."""
     return device.outside / "primad"
 
 
 def introduce(devices: Sequence[Device]) -> None:
-    """Write into the home of each device that it trusts all the others."""
+    """Make all devices trust each other, through files in their homes."""
     from primad.trust.identity import load_identity
     from primad.trust.local_trust import LocalTrust
     from primad.trust.trust import BY_HAND, HEAD, TrustStore, trusted_now

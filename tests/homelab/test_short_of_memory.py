@@ -1,7 +1,6 @@
-"""Another program takes a worker's memory in the middle of an answer, for good: others compute its layers, word for word.
+"""Another program takes a worker's memory during a completion: others take over its layers, and no token changes.
 
-The worker first gives back what it holds, layer by layer; with nothing left it asks for another plan. When the program ends
-it computes again.
+The worker first gives memory back layer by layer, then asks for another plan. When the program ends it computes again.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ MB = 1_000_000
 LAYERS = 32
 """Layers of 9 MB: several hundred megabytes, read a little at a time."""
 WORKER_BYTES = 500 * MB
-"""For its daemon and ring process (some 110 MB) and more than half of the model."""
+"""Enough for the daemon and the ring process (about 110 MB) and more than half of the model."""
 HEAD_RAM = "255MB"
-"""With it the head alone must stream most layers, so that the worker is worth having."""
+"""So little that the head alone would stream most layers, and the plan uses the worker."""
 ONE_ATTENTION = ("--kv-type", "q8_0")
 """It needs flash attention. Of f16, a plan that is made while nobody asks may have either, by the memory that it has left
 over, and the texts differ from the third token on."""
@@ -43,12 +42,12 @@ FREE_BYTES = 120 * MB
 """The free memory besides a whole share, and some more."""
 FEW_BYTES, LAST_S = 25 * MB, 0.8
 LEFT_BYTES = 13 * MB
-"""Less is taken at the end, and never all there is, however long the worker takes to notice: nobody shall be killed."""
+"""Memory that the other program always leaves free, however slowly the worker reacts, so that nothing is killed."""
 PROMPT, MORE_TOKENS = "Once upon a time", 10
 UNENDING = {"0": -100, "2": -100}
-"""No token ends the answer."""
+"""No token ends the completion."""
 SHORT_S, RELIEF_S = 240.0, 240.0
-"""A ring takes up an answer by computing its tokens again, one by one."""
+"""A new ring resumes a request by recomputing its tokens one at a time."""
 
 HOLDER = """
 import sys
@@ -60,14 +59,14 @@ for line in sys.stdin:
 
 
 class Neighbour:
-    """Another program on a device; it takes memory when it is told, and ends with its input."""
+    """Another program on a device, which allocates memory on request."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.taken_bytes = 0
 
     def take(self, size: int) -> None:
-        """Take so many bytes more."""
+        """Allocate ``size`` more bytes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{size}\n")
@@ -76,7 +75,7 @@ class Neighbour:
         self.taken_bytes += size
 
     def end(self) -> None:
-        """Give it all back."""
+        """Free all memory."""
         self._process.communicate(timeout=SHORT_S)
         assert self._process.returncode == 0
 
@@ -92,12 +91,12 @@ def neighbour(device: Device) -> Iterator[Neighbour]:
 
 
 def computing(cluster: Cluster) -> set[str]:
-    """The devices that compute now."""
+    """Return the devices that compute now."""
     return {device["name"] for device in cluster.status().get("devices", ())}
 
 
 def resident_bytes(cluster: Cluster, name: str) -> int:
-    """Bytes of what stays on a device; 0 where that is not known."""
+    """Return the bytes of resident layers on a device; 0 if unknown."""
     for device in cluster.status().get("devices", ()):
         if device["name"] == name:
             return int(device["memory"].get("resident_bytes") or 0)
@@ -109,7 +108,7 @@ def printed(head: Running, text: str) -> bool:
 
 
 def free_bytes(device: Device) -> int:
-    """What its programs can still take: what is free, and file pages."""
+    """Return the memory that its programs can still allocate: free memory and file pages."""
     (pid, *_) = device.pids()
     (group, *_) = groups(Path(f"/proc/{pid}/cgroup"))
     usage = group.usage()
@@ -118,7 +117,7 @@ def free_bytes(device: Device) -> int:
 
 
 def take_max(cluster: Cluster, device: Device, other: Neighbour) -> None:
-    """Take memory on ``device`` (``b``) until hardly anything of the model stays there."""
+    """Take memory on ``device`` (``b``) until almost no layers are resident there."""
     deadline = time.monotonic() + SHORT_S
     while resident_bytes(cluster, "b") >= FEW_BYTES:
         assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
@@ -128,7 +127,7 @@ def take_max(cluster: Cluster, device: Device, other: Neighbour) -> None:
 
 
 def take_last(cluster: Cluster, device: Device, head: Running, other: Neighbour) -> None:
-    """Take memory on ``device`` (``b``) little by little until the head looks for another plan."""
+    """Take memory on ``device`` (``b``) in small steps until the head looks for another plan."""
     deadline = time.monotonic() + SHORT_S
     while not printed(head, "b: other programs need the memory; looking for a plan that uses less of it"):
         assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
