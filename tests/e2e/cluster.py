@@ -32,8 +32,8 @@ PATIENCE_S = 180.0
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
 """A head's configuration: no device is considered gone if the machine stalls for a while."""
 STEADY = "replan_gain = 2\n"
-"""The configuration of every head: no plan that serves gives way to a better one, which the times of a busy machine may
-bring at any moment, and with it a ring that has counted and kept nothing. Devices that join are taken in all the same."""
+"""Every head's configuration: it never changes to a better plan, which the timings of a busy machine may suggest at any
+moment; the new ring would begin without counts and KV blocks. Devices that join are added all the same."""
 SHORT_S, LONG_S, RARELY_S = 0.04, 0.1, 0.4
 """Poll intervals: they grow, since polling takes CPU time from the awaited processes."""
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))

@@ -19,7 +19,7 @@ TOKENS = 120
 MIDDLE = 40
 """Number of chunks after which something happens to a device."""
 LOOKS = 3
-"""At whether an answer is open, once no more is computed: what was reported before is read until then."""
+"""Number of checks whether the completion is open, while the ring is stopped: earlier tokens may still arrive."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ def ask(
     middle: int = MIDDLE,
     **fields: Any,
 ) -> Reported:
-    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, while it is read.
+    """Stream a completion, greedy unless ``fields`` say otherwise; call ``act`` in a thread after ``middle`` chunks.
 
-    If the answer is over by then, as the client may be late, nothing happens, and it is asked again. With ``still`` the
-    head's ring process stands still until ``act`` is done: for what takes a moment, as its daemon looks every second
-    whether it hangs. Nothing is drafted in an answer in which something happens, so that it is long.
+    If the completion has ended by then, since the client may be late, ``act`` is not called and the request is
+    repeated. With ``still`` the head's ring process is stopped until ``act`` returns, which must not take long: the
+    daemon checks every second whether it hangs. With ``act`` there is no speculation, so that the completion lasts.
     """
     body = {
         "prompt": STORY,
@@ -68,9 +68,9 @@ def ask(
 
 
 class _Acting:
-    """What happens while an answer is computed and read; the ring stands still until ``done_s``, if at all.
+    """Calls ``act`` while a completion is computed; with ``still`` the ring is stopped until ``done_s``.
 
-    Its ``outcome`` is whether the answer was not over before.
+    ``outcome`` is whether the completion was still open.
     """
 
     def __init__(self, head: Head, act: Callable[[], object], pool: ThreadPoolExecutor, *, still: bool) -> None:
@@ -94,7 +94,7 @@ class _Acting:
 
 
 def _read(head: Head, body: dict[str, Any], acting: _Acting | None = None, middle: int = 0) -> Reported:
-    """Read an answer; ``acting`` begins after ``middle`` pieces. The time in which a ring stands still is no gap."""
+    """Read a completion; ``acting`` begins after ``middle`` chunks. Time with a stopped ring is not a gap."""
     text, finish, error, pieces, gap_s = "", None, None, 0, 0.0
     start = latest = time.monotonic()
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
