@@ -15,7 +15,7 @@ from dataclasses import replace
 from halda import RankBytes
 from primad.gguf.architectures.layers import count_at, layer_count
 from primad.gguf.architectures.table import ADVICE, NotCutError
-from primad.gguf.architectures.tensors import TensorRole, layer_of, tensor_role
+from primad.gguf.architectures.tensors import TensorRole, layer_of, tensor_roles
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, Value, array_value, scalar_value
 from primad.gguf.network_shares import LENGTHS
@@ -58,9 +58,9 @@ def share_header(rules: ShareRules, weights: Sequence[int], rank: int) -> Header
     assert 0 <= rank < len(weights) <= MAX_RANKS
     header, layers = rules.header, layer_count(rules.header)
     shares = [rules.shares(layer, weights)[rank] for layer in range(layers)]
-    tensors = {}
+    tensors, roles = {}, tensor_roles(header)
     for name, tensor in header.tensors.items():
-        layer, role = layer_of(name), tensor_role(header, name)
+        layer, role = layer_of(name), roles[name]
         if layer is not None and layer < layers:
             for own in rules.parted(tensor):
                 part = rules.part(layer, own, shares[layer], is_first=rank == 0)

@@ -31,7 +31,7 @@ from primad.gguf.architectures.cuts import cut_points, cuttable
 from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs, sliding_layers
 from primad.gguf.architectures.stand_ins import holes, stand_ins
 from primad.gguf.architectures.table import known
-from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
+from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_roles
 from primad.gguf.architectures.values import window_values
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
@@ -131,7 +131,7 @@ class ModelCutter:
 
     @cached_property
     def _roles(self) -> dict[str, TensorRole]:
-        return {name: tensor_role(self.header, name) for name in self.header.tensors}
+        return tensor_roles(self.header)
 
     @cached_property
     def _refs(self) -> dict[int, LayerRef]:

@@ -29,7 +29,7 @@ from primad.gguf.architectures.table import (
     known,
     refusal,
 )
-from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, layer_of, tensor_role
+from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, layer_of, tensor_roles
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, scalar_value
 
@@ -89,11 +89,8 @@ def cuttable(header: Header) -> Architecture:
     if name == "laguna" and any(slides) and slides != tuple(layer % 4 > 0 for layer in range(layers)):
         reason = "llama.cpp rotates layers that do not slide as a window's first layer does"
         raise refusal(header, f"key '{name}.{SLIDING_KEYS}_pattern'", reason)
-    present = set()
-    for tensor in header.tensors:
-        role = tensor_role(header, tensor)
-        if role is TensorRole.LAYER:
-            present.add(layer_of(tensor))
+    roles = tensor_roles(header)
+    present = {layer_of(tensor) for tensor, role in roles.items() if role is TensorRole.LAYER}
     missing = sorted(set(range(layers)) - present)
     if missing:
         raise ModelError(f"{header.path}: layer {missing[0]} has no tensors; the file is not a complete model")

@@ -56,13 +56,25 @@ def is_shared_tensor(tensor: str) -> bool:
     return tensor in _SHARED
 
 
+def tensor_roles(header: Header) -> dict[str, TensorRole]:
+    """What each tensor is needed for. Raises ``ModelError`` as ``tensor_role``."""
+    layers = layer_count(header)
+    return {name: _role(header, name, layers) for name in header.tensors}
+
+
 def tensor_role(header: Header, tensor: str) -> TensorRole:
     """What ``tensor`` is needed for. Raises ``ModelError`` by name for one outside the layers that is not known."""
+    return _role(header, tensor, layer_count(header))
+
+
+def _role(header: Header, tensor: str, layers: int) -> TensorRole:
     layer = layer_of(tensor)
     if layer is not None:
-        if layer >= block_count(header):
-            raise refusal(header, f"tensor '{tensor}'", f"the model has {block_count(header)} layers")
-        return TensorRole.LAYER if layer < layer_count(header) else TensorRole.UNUSED
+        if layer < layers:
+            return TensorRole.LAYER
+        if layer < (blocks := block_count(header)):
+            return TensorRole.UNUSED
+        raise refusal(header, f"tensor '{tensor}'", f"the model has {blocks} layers")
     match tensor:
         case "token_embd.weight":
             return TensorRole.EMBEDDING
