@@ -33,8 +33,11 @@ _recent_log: deque[str] = deque(maxlen=8)
 
 @llama.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    matters = level in (3, 4)
+    if not matters and not logger.isEnabledFor(logging.DEBUG):
+        return  # a model that is loaded writes hundreds of lines
     line = text.decode("utf-8", errors="replace").strip()
-    if line and level in (3, 4):
+    if line and matters:
         _recent_log.append(line)
     if line:
         logger.debug("llama.cpp: %s", line)
