@@ -311,7 +311,7 @@ def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, 
             assert_ends(worker, number, temporary, worker_home)
 
         reported = ask(head, interrupt_twice)
-        assert (reported.finish, reported.error) == ("length", None), "the answer goes on without the worker"
+        assert (reported.finish, reported.error) == ("length", None), "the request continues without the worker"
 
 
 @terminated

@@ -260,7 +260,7 @@ def test_a_disk_that_fails_again_and_again(lab):
     def reason() -> str:
         return next((each["reason"] for each in lab.head.status()["cluster"] if each["device"] == "w1"), "")
 
-    wait_until(lambda: reason().startswith(f"w1: {bad}: weights cannot"), "why it is left out is told")
+    wait_until(lambda: reason().startswith(f"w1: {bad}: weights cannot"), "the reason for leaving it out is shown")
 
 
 @needs_bad_disk

@@ -122,7 +122,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         assert revoked.returncode == 0
         assert revoked.stdout.startswith("worker is no longer trusted here")
         head.run.wait_for("^worker is gone: it is no longer trusted", start=before)
-        wait_until(lambda: head.health()[0] == 200, "the head goes on alone")
+        wait_until(lambda: head.health()[0] == 200, "the head continues alone")
         head.run.wait_for("^head: 6 layers", start=before)
         worker.wait_for("^head revoked this device and gives it no more work")
         assert not any(line.startswith("worker: ") for line in head.run.lines[before:])

@@ -219,7 +219,7 @@ def test_the_next_turn_computes_only_new_tokens(cluster):
     text, first = asked(head)
     turns = [*MESSAGES, {"role": "assistant", "content": text[:8]}, {"role": "user", "content": "and now?"}]
     _, again = asked(head, messages=turns)
-    assert again["prompt_tokens_details"]["cached_tokens"] > 64, "the picture is behind no new token"
+    assert again["prompt_tokens_details"]["cached_tokens"] > 64, "the picture comes after no new token"
     assert again["prompt_tokens"] > first["prompt_tokens"]
 
 
