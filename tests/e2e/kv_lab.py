@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.e2e.streams import Reported, ask, show
 
 BLOCK = 16
 """Tokens per KV block."""
-_RUN_S, _STOP_S = 0.05, 0.2
+_STOP_S, _RUN_S = 1.9, 0.6
+"""A daemon looks every second whether a ring process is stopped, and acts when it is three times in a row."""
 
 
 class Lab:
@@ -100,10 +102,10 @@ class Lab:
         assert "Traceback" not in self.head.run.output
 
     @contextmanager
-    def all_copied(self, slowed: psutil.Process) -> Iterator[None]:
-        """Wait during a request until all its complete blocks but the newest are replicated, with few tokens behind.
+    def all_copied(self, slowed: Sequence[psutil.Process]) -> Iterator[None]:
+        """Wait during a request until all its complete blocks but the newest are replicated.
 
-        The ring process ``slowed`` runs a fifth of the time meanwhile, so that the request does not end first.
+        The processes ``slowed`` are stopped most of the time meanwhile, so that the request does not end first.
         """
         with running_in_slices(slowed):
             wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
@@ -119,16 +121,21 @@ class Lab:
 
 
 @contextmanager
-def running_in_slices(process: psutil.Process) -> Iterator[None]:
-    """Suspend ``process`` repeatedly, too briefly for it to count as hanging."""
+def running_in_slices(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Suspend ``processes`` repeatedly, too briefly for one to count as hanging."""
     is_over = threading.Event()
 
     def stop_often() -> None:
-        with suppress(psutil.NoSuchProcess):
-            while not is_over.wait(_RUN_S):
-                process.suspend()
-                is_over.wait(_STOP_S)
-                process.resume()
+        while not is_over.is_set():
+            send(signal.SIGSTOP)
+            is_over.wait(_STOP_S)
+            send(signal.SIGCONT)
+            is_over.wait(_RUN_S)
+
+    def send(number: int) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     stopping = threading.Thread(target=stop_often)
     stopping.start()

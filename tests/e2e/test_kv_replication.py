@@ -11,29 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import ring_process, wait_until
-from tests.e2e.kv_lab import Lab
+from tests.e2e.cluster import ring_processes, wait_until
+from tests.e2e.kv_lab import Lab, running_in_slices
 from tests.e2e.streams import show
 
 pytestmark = pytest.mark.slow
 
-TOKENS, MIDDLE = 180, 90
+TOKENS, MIDDLE = 480, 240
 AGAIN = 64
 """Tokens not yet in a block, tokens under way in the ring, and a block not yet replicated."""
 
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Path, module_home) -> Iterator[Lab]:
+def lab(quick_model: Path, module_home) -> Iterator[Lab]:
     with ExitStack() as stack:
-        yield Lab(stack, smollm2, module_home, tokens=TOKENS, middle=MIDDLE)
+        yield Lab(stack, quick_model, module_home, tokens=TOKENS, middle=MIDDLE)
 
 
 def test_the_kv_cache_of_a_killed_worker_is_restored(lab):
     first, second = lab.two()
-    ring = ring_process(lab.workers[second])
+    rings = ring_processes(lab.workers[second])
 
     def act() -> None:
-        with lab.all_copied(ring):
+        with lab.all_copied(rings):
             lab.workers[first].kill()
 
     lab.resumes_after(act, AGAIN)
@@ -41,11 +41,11 @@ def test_the_kv_cache_of_a_killed_worker_is_restored(lab):
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
     first, second = lab.two()
-    ring, replica = ring_process(lab.workers[second]), lab.replica_of(first)
+    rings, replica = ring_processes(lab.workers[second]), lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
-        with lab.all_copied(ring):
+        with lab.all_copied(rings):
             copies = lab.copied(replica)
             spoilt.append(copies[len(copies) // 2])
             flip(spoilt[0])
@@ -80,8 +80,14 @@ def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
 
 
 def test_the_kv_cache_of_a_leaving_device_stays(lab):
-    first, _ = lab.two()
-    lab.resumes_after(lab.workers[first].stop, AGAIN)
+    first, second = lab.two()
+    rings = ring_processes(lab.workers[second])
+
+    def act() -> None:
+        with running_in_slices(rings):
+            lab.workers[first].stop()
+
+    lab.resumes_after(act, AGAIN)
 
 
 def test_kv_blocks_of_a_finished_request_are_removed(lab):
