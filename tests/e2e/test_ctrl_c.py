@@ -275,6 +275,7 @@ def is_measured(run: Primad, home: Path) -> bool:
     seen: list[bool] = []
 
     def tries_or_is_over() -> bool:
+        assert run.process.poll() is None, run.output
         seen.append(any("primad.profiler.trial" in command_of(process) for process in run.processes()))
         return seen[-1] or (home / "profile.json").exists()
 
