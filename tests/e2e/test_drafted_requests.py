@@ -254,14 +254,14 @@ async def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
 def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that_is_lost(
     quick_model: Path, module_home
 ):
-    cluster = f"guesser-{secrets.token_hex(6)}"
+    cluster = f"drafter-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         _, draft_device = stack.enter_context(
-            all_joined([module_home(name) for name in ("computes", "guesses")], cluster)
+            all_joined([module_home(name) for name in ("computes", "drafts")], cluster)
         )
         arguments = ("--windows", "8,7", "--context", 512, "--speculate", "draft", "--draft", quick_model)
         head = stack.enter_context(
-            heading(quick_model, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
+            heading(quick_model, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "drafts")
         )
         head.wait_serving()
         expected = ask(head, prompt=STORY, tokens=FEW, speculate=False).text
@@ -270,7 +270,7 @@ def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that
             drafts = head.status()["drafts"]
             return None if drafts is None else drafts["model_on"]
 
-        wait_until(lambda: drafting_on() == "guesses", "the other device drafts")
+        wait_until(lambda: drafting_on() == "drafts", "the other device drafts")
 
         def accepts() -> bool:
             before = head.status()["drafts"]["accepted"]
