@@ -381,7 +381,7 @@ def _check_for_one(called: typer.Context) -> None:
 
 def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
     if others.single_device and (others.wait or others.device):
-        raise ConfigError("--single-device: contradicts --wait and --device; leave one of them out")
+        raise ConfigError("--single-device, --alone: contradicts --wait and --device; leave one of them out")
     if run.use_all and others.single_device:
         raise ConfigError("--use-all: contradicts --single-device and --windows; leave one of them out")
 

@@ -104,7 +104,7 @@ def run_cell(cell: Cell, rig: Rig) -> float:
     rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
     seconds = first_after(stream, at, cell)
     if cell.printed:
-        rig.wait_said("h", cell.printed.format(device=name))
+        rig.wait_printed("h", cell.printed.format(device=name))
     heal(cell, rig, name, spoilt)
     rig.whole()
     rig.check(rig.ask())
