@@ -434,7 +434,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 class KvBegun(msgspec.Struct, frozen=True, kw_only=True, tag="keeping"):
     """From now on windows may keep the blocks ``keys``, of which each is reported as kept or forgotten later.
 
-    A ring that ends before has left them on some devices.
+    Some devices may have them when the ring ends before that.
     """
 
     keys: list[str]
