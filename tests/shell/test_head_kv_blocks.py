@@ -130,6 +130,18 @@ async def test_blocks_that_only_some_devices_of_a_lost_ring_kept_are_dropped(lab
         assert [block.key for block in store.list()] == [kept.key]
 
 
+async def test_blocks_that_a_repeated_request_keeps_again_are_not_dropped(lab):
+    async with lab() as here:
+        (nas,), ring, _, request = await serving_request(here, "nas")
+        dropped, again = blocks = chain(2)
+        store = own_blocks(here, blocks)
+        ring.keep(request, *blocks)
+        ring.forget(*blocks)
+        ring.begin_to_keep(again)
+        assert (await nas.hear(KvForget)).keys == [dropped.key]
+        assert [block.key for block in store.list()] == [again.key]
+
+
 async def test_a_new_ring_resumes_from_the_blocks_that_all_its_devices_hold(lab):
     async with lab() as here:
         (nas, lap), ring, stream, request = await serving_request(here, "nas", "lap")

@@ -151,12 +151,13 @@ class KvBackup:
                 await self._notify_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
 
     async def _notify_all(self, forget: KvForget) -> None:
-        await self._held.forget(forget.keys, lasting=forget.lasting)
+        """Notify the workers first: removing files takes a while, and meanwhile they may keep the same keys again."""
         for worker in list(self._devices.workers.values()):
             try:
                 await worker.send(forget)
             except ClusterError:
                 logger.info("cannot tell %s which KV cache to drop", worker.name)  # it drops all with this head
+        await self._held.forget(forget.keys, lasting=forget.lasting)
 
     async def close(self) -> None:
         """Tell all devices to drop its blocks; where there is a cache, blocks of prompts may stay."""
@@ -169,7 +170,9 @@ class KvBackup:
     def begun(self, epoch: int, keys: Iterable[str]) -> None:
         """Devices of ring ``epoch`` may keep ``keys`` from now on."""
         if epoch == self._epoch:
-            self._begun.update(keys)
+            for key in keys:
+                self._begun.add(key)
+                self._forgotten.pop(key, None)
 
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
         """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has ``prompt_tokens`` tokens."""
