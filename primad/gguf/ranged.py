@@ -20,7 +20,7 @@ import msgspec
 
 from primad.errors import DiskError
 from primad.gguf.architectures.table import ADVICE, NotCutError
-from primad.gguf.architectures.tensors import TensorRole, tensor_role
+from primad.gguf.architectures.tensors import TensorRole, tensor_roles
 from primad.gguf.header import Header, read_header, read_header_of
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import CHUNK_BYTES, SmallTensor, metadata_split
@@ -87,9 +87,10 @@ def keep_header(files: dict[str, RemoteFile], folder: Path, reader: HubRanges) -
 
 
 def _small_tensors(header: Header, files: dict[Path, RemoteFile], reader: HubRanges) -> Iterator[SmallTensor]:
-    for name, tensor in header.tensors.items():
-        if tensor_role(header, name) not in (TensorRole.OUTPUT_NORM, TensorRole.SHARED):
+    for name, role in tensor_roles(header).items():
+        if role not in (TensorRole.OUTPUT_NORM, TensorRole.SHARED):
             continue
+        tensor = header.tensors[name]
         if tensor.bytes > MAX_SMALL_BYTES:
             raise NotCutError(
                 f"{tensor.path}: tensor '{name}' of {tensor.bytes} bytes is too large to go with every window", ADVICE

@@ -200,7 +200,8 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def ring_processes(run: Primad) -> list[psutil.Process]:
-    """Return the ring processes of a daemon: one, or two while the next ring forms or the previous one ends."""
+    """Return the ring processes of a daemon: one, or two while the next ring forms, or the previous one ends or is kept
+    loaded (``keep_loaded``)."""
     return [process for process in run.processes() if "primad.ring.process" in command_of(process)]
 
 

@@ -112,8 +112,8 @@ def listening(run: Primad) -> set[int]:
 
 
 @contextmanager
-def streaming(head: Head) -> Iterator[list[str]]:
-    """Run a client that reads a long completion; yield its lines so far."""
+def streaming(head: Head) -> Iterator[None]:
+    """Run a client that reads a long completion, and wait for its first lines."""
     lines: list[str] = []
 
     def read() -> None:
@@ -128,7 +128,7 @@ def streaming(head: Head) -> Iterator[list[str]]:
     reader = threading.Thread(target=read)
     reader.start()
     wait_until(lambda: len(lines) > 4, "an answer is under way")
-    yield lines
+    yield
     reader.join(PATIENCE_S)
     assert not reader.is_alive(), "the client still waits"
 

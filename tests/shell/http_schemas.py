@@ -53,9 +53,9 @@ def fields_of(path: str) -> dict[str, Any]:
     return {name: {**field, "description": "", "title": ""} for name, field in fields.items()}
 
 
-def same_bodies() -> list[str]:
-    """Paths whose request body has only fields of another one, where they are tried."""
-    known = {path: fields_of(path) for path in APP.openapi()["paths"] if path not in second_names()}
+def same_bodies(aliases: list[str]) -> list[str]:
+    """Paths, other than ``aliases``, whose request body has only fields of another one, where they are tried."""
+    known = {path: fields_of(path) for path in APP.openapi()["paths"] if path not in aliases}
     found: list[str] = []
     for path, fields in known.items():
         others = (known[other] for other in known if other != path and other not in found)
@@ -65,8 +65,10 @@ def same_bodies() -> list[str]:
     return found
 
 
-ALL = schemathesis.openapi.from_dict(APP.openapi()).exclude(path=second_names())
-SCHEMA, SAME = ALL.exclude(path=same_bodies()), ALL.include(path=same_bodies())
+ALIASES = second_names()
+SAME_BODIES = same_bodies(ALIASES)
+ALL = schemathesis.openapi.from_dict(APP.openapi()).exclude(path=ALIASES)
+SCHEMA, SAME = ALL.exclude(path=SAME_BODIES), ALL.include(path=SAME_BODIES)
 for schema in (SCHEMA, SAME):
     schema.app = APP
 
