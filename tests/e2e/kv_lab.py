@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tests.e2e.cluster import Head, Primad, all_joined, heading, wait_until
-from tests.e2e.streams import Reported, ask, show
+from primad.kv.store import KvStore
+from tests.e2e.cluster import SHORT_S, Head, Primad, all_joined, heading, ring_processes, stopped, wait_until
+from tests.e2e.streams import CompletionOverError, Reported, ask, is_open, show
 
 BLOCK = 16
 """Tokens per KV block."""
-_STOP_S, _RUN_S = 1.9, 0.6
-"""A daemon looks every second whether a ring process is stopped, and acts when it is three times in a row."""
+_STOP_S, _RUN_S = 1.4, 1.1
+"""A daemon checks every second whether a ring process is stopped, and acts when it is three times in a row: between two
+stops, which hold two checks at most, there is one at least."""
 
 
 class Lab:
@@ -86,61 +85,65 @@ class Lab:
     def computing(self) -> set[str]:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
-    def resumes_after(self, act: Callable[[], object], max_again: int) -> None:
-        """Do ``act`` in the middle of a request, of which at most ``max_again`` tokens may be computed again."""
+    def resumes_after(self, act: Callable[[], object], *, restored: int = 0, again: int | None = None) -> None:
+        """Do ``act`` in the middle of a request: at least ``restored`` tokens come from KV blocks, and at most
+        ``again`` are computed again."""
         before = self.kv
         reported = self.ask(act)
         after = self.kv
-        again = after["computed_again_tokens"] - before["computed_again_tokens"]
-        show(f"gap {reported.gap_s:.2f} s, {again} tokens again, {after}")
+        computed = after["computed_again_tokens"] - before["computed_again_tokens"]
+        found = after["restored_tokens"] - before["restored_tokens"]
+        show(f"gap {reported.gap_s:.2f} s, {computed} tokens again, {after}")
         assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
             self.head.run.output
         )
         assert after["restores"] > before["restores"]
-        assert again <= max_again
-        assert after["restored_tokens"] - before["restored_tokens"] + again >= self._middle - 1
+        assert found >= restored
+        assert again is None or computed <= again
+        assert found + computed >= self._middle - 1
         assert "Traceback" not in self.head.run.output
 
     @contextmanager
-    def all_copied(self, slowed: Sequence[psutil.Process]) -> Iterator[None]:
-        """Wait during a request until all its complete blocks but the newest are replicated.
+    def all_copied(self, name: str, other: str) -> Iterator[None]:
+        """Wait during a request until all blocks of worker ``name`` but the newest are replicated; the ring stands
+        still in the block.
 
-        The processes ``slowed`` are stopped most of the time meanwhile, so that the request does not end first.
+        It does as worker ``other`` is stopped, briefly. Raises ``CompletionOverError`` if the request ends first.
         """
-        with running_in_slices(slowed):
-            wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
-            yield
+        replica = KvStore(self._cells(self.replica_of(name)))
+        while True:
+            with ExitStack() as stack:
+                for process in ring_processes(self.workers[other]):
+                    stack.enter_context(stopped(process))
+                until = time.monotonic() + _STOP_S
+                while time.monotonic() < until:
+                    if not is_open(self.head):
+                        raise CompletionOverError
+                    computed = list(self._cells(name).glob("*/*.cells"))
+                    if sum(not is_copied(path, replica) for path in computed) <= 1 < len(computed):
+                        yield
+                        return
+                    time.sleep(SHORT_S)
+            time.sleep(_RUN_S)
+
+    def kill(self, name: str) -> None:
+        """Kill the daemon of a worker, and wait until its ring process has ended by itself."""
+        self.workers[name].kill()
+        wait_until(lambda: not ring_processes(self.workers[name]), f"the ring process of {name} has ended")
 
     def copied(self, name: str) -> list[Path]:
         """Return one replica file of each block on a device, in the order of the request; a block may have several."""
-        found = (self.homes[name] / "run" / "cells").glob("*/*.copy")
+        found = self._cells(name).glob("*/*.copy")
         by_block: dict[Path, Path] = {}
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
             by_block.setdefault(path.parent, path)
         return list(by_block.values())
 
+    def _cells(self, name: str) -> Path:
+        return self.homes[name] / "run" / "cells"
 
-@contextmanager
-def running_in_slices(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Suspend ``processes`` repeatedly, too briefly for one to count as hanging."""
-    is_over = threading.Event()
 
-    def stop_often() -> None:
-        while not is_over.is_set():
-            send(signal.SIGSTOP)
-            is_over.wait(_STOP_S)
-            send(signal.SIGCONT)
-            is_over.wait(_RUN_S)
-
-    def send(number: int) -> None:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    stopping = threading.Thread(target=stop_often)
-    stopping.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        stopping.join()
+def is_copied(path: Path, replica: KvStore) -> bool:
+    """Whether a device holds a copy of the layers of a block in file ``path`` of another one."""
+    first, last = map(int, path.stem.split("-"))
+    return replica.held(path.parent.name, first, last)

@@ -22,6 +22,10 @@ LOOKS = 3
 """Number of checks whether the completion is open, while the ring is stopped: earlier tokens may still arrive."""
 
 
+class CompletionOverError(Exception):
+    """The completion ended before anything happened to a device."""
+
+
 @dataclass(frozen=True)
 class Reported:
     """A completion as its client saw it; ``gap_s`` is the longest time between two chunks."""
@@ -45,8 +49,9 @@ def ask(
     """Stream a completion, greedy unless ``fields`` say otherwise; call ``act`` in a thread after ``middle`` chunks.
 
     If the completion has ended by then, since the client may be late, ``act`` is not called and the request is
-    repeated. With ``still`` the head's ring process is stopped until ``act`` returns, which must not take long: the
-    daemon checks every second whether it hangs. With ``act`` there is no speculation, so that the completion lasts.
+    repeated; likewise if ``act`` raises ``CompletionOverError``. With ``still`` the head's ring process is stopped until
+    ``act`` returns, which must not take long: the daemon checks every second whether it hangs. With ``act`` there is no
+    speculation, so that the completion lasts.
     """
     body = {
         "prompt": STORY,
@@ -83,14 +88,22 @@ class _Acting:
 
     def _happen(self) -> bool:
         with stopped(self._ring) as stands:
-            if not stands or not all(self._head.answers() for _ in range(LOOKS)):
+            if not stands or not is_open(self._head):
                 return False
             if self._still:
                 self._act()
                 self.done_s = time.monotonic()
                 return True
-        self._act()
+        try:
+            self._act()
+        except CompletionOverError:
+            return False
         return True
+
+
+def is_open(head: Head) -> bool:
+    """Whether a completion will go on when the ring, of which a process is stopped, continues."""
+    return all(head.answers() for _ in range(LOOKS))
 
 
 def _read(head: Head, body: dict[str, Any], acting: _Acting | None = None, middle: int = 0) -> Reported:

@@ -5,21 +5,25 @@ Recomputed tokens are counted; nothing is timed.
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import ring_processes, wait_until
-from tests.e2e.kv_lab import Lab, running_in_slices
-from tests.e2e.streams import show
+from tests.e2e.cluster import wait_until
+from tests.e2e.kv_lab import Lab
+from tests.e2e.streams import CompletionOverError, show
 
 pytestmark = pytest.mark.slow
 
 TOKENS, MIDDLE = 480, 240
 AGAIN = 64
 """Tokens not yet in a block, tokens under way in the ring, and a block not yet replicated."""
+FORMING_S = 1.0
+"""Time in which the next ring is usually formed."""
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +34,27 @@ def lab(quick_model: Path, module_home) -> Iterator[Lab]:
 
 def test_the_kv_cache_of_a_killed_worker_is_restored(lab):
     first, second = lab.two()
-    rings = ring_processes(lab.workers[second])
 
     def act() -> None:
-        with lab.all_copied(rings):
-            lab.workers[first].kill()
+        with lab.all_copied(first, second):
+            lab.kill(first)
 
-    lab.resumes_after(act, AGAIN)
+    lab.resumes_after(act, restored=MIDDLE - AGAIN, again=AGAIN)
 
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
     first, second = lab.two()
-    rings, replica = ring_processes(lab.workers[second]), lab.replica_of(first)
+    replica = lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
-        with lab.all_copied(rings):
+        with lab.all_copied(first, second):
             copies = lab.copied(replica)
             spoilt.append(copies[len(copies) // 2])
             flip(spoilt[0])
-            lab.workers[first].kill()
+            lab.kill(first)
 
-    lab.resumes_after(act, MIDDLE)
+    lab.resumes_after(act, restored=MIDDLE // 2 - AGAIN)
     assert not spoilt[0].exists()
 
 
@@ -62,7 +65,7 @@ def test_a_device_and_its_replica_die_together(lab):
         for name in (first, second):
             lab.workers[name].kill()
 
-    lab.resumes_after(act, TOKENS)
+    lab.resumes_after(act)
 
 
 def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
@@ -80,14 +83,17 @@ def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
 
 
 def test_the_kv_cache_of_a_leaving_device_stays(lab):
-    first, second = lab.two()
-    rings = ring_processes(lab.workers[second])
-
     def act() -> None:
-        with running_in_slices(rings):
-            lab.workers[first].stop()
+        first, second = lab.two()
+        restores = lab.kv["restores"]
+        with lab.all_copied(first, second):
+            lab.workers[first].send_signal(signal.SIGINT)
+            time.sleep(FORMING_S)
+        lab.workers[first].wait_end()
+        if lab.kv["restores"] == restores:
+            raise CompletionOverError
 
-    lab.resumes_after(act, AGAIN)
+    lab.resumes_after(act, restored=MIDDLE - AGAIN, again=AGAIN)
 
 
 def test_kv_blocks_of_a_finished_request_are_removed(lab):

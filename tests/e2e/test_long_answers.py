@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import primad, ring_processes, wait_until
+from tests.e2e.cluster import primad, wait_until
 from tests.e2e.kv_lab import Lab
 from tests.e2e.streams import show
 
@@ -135,10 +135,9 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
 
 def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
     """Return a function that kills a worker once its replica is complete; the ``other`` worker is slowed until then."""
-    slowed = ring_processes(lab.workers[other])
 
     def act() -> None:
-        with lab.all_copied(slowed):
-            lab.workers[name].kill()
+        with lab.all_copied(name, other):
+            lab.kill(name)
 
     return act
