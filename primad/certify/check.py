@@ -305,7 +305,7 @@ class _Check:
     def _ask(self, task: CheckTask) -> tuple[RouteOutcome, str]:
         """Return the outcome of a task. Raises ``_TimeOverError``."""
         answer = self._answer(task)
-        return ("ended", "the child answered something else") if isinstance(answer, Listed) else answer
+        return ("ended", "the child replied something else") if isinstance(answer, Listed) else answer
 
     def _answer(self, task: CheckTask) -> Listed | tuple[RouteOutcome, str]:
         """Return the child's list of nodes, or the outcome of the task. Raises ``_TimeOverError``."""
@@ -326,7 +326,7 @@ class _Check:
         if self.child.timeout_s < LATEST_S and time.monotonic() >= self.began + self.wanted.time_limit_s:
             raise _TimeOverError
         if _HUNG.search(answer):
-            answer = f"the child did not end within {HANGS_S:g} s of the processor"
+            answer = f"the child did not end within {HANGS_S:g} s of CPU time"
         if _FROM_OUTSIDE.search(answer):
             raise EngineError(f"{printable(answer)}, as where memory is short; check again when there is more")
         return "ended", self._shown(answer)

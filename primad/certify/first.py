@@ -58,9 +58,8 @@ def warning(header: Header, verdict: CheckVerdict | None) -> str:
     """Return a warning for a model in the table whose ``verdict`` is 'not certified'; empty otherwise."""
     if is_unknown(header) or verdict is None or verdict.result != "not certified":
         return ""
-    return (
-        f"windows of this model: {verdict_line(verdict, header.path)}; answers of several devices may differ from one's"
-    )
+    line = verdict_line(verdict, header.path)
+    return f"windows of this model: {line}; output of several devices may differ from one device's"
 
 
 class _Progress:

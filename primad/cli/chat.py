@@ -52,14 +52,16 @@ def chat(
     head: HeadName = None,
     api_key: Key = None,
     model: Annotated[
-        str | None, typer.Option(help="The model to talk to; the endpoint lists its names.", show_default=False)
+        str | None, typer.Option(help="The model to chat with, as 'primad models' lists it.", show_default=False)
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Makes responses repeatable.", min=0, show_default=False)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest response.", min=1, show_default=False)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens of a response.", min=1, show_default=False)
+    ] = None,
 ) -> None:
-    """Talk to a running endpoint: the head that runs on this device, or the one at --url.
+    """Chat with the head that runs on this device, or with the one at --url.
 
     Ctrl-C ends a response, Ctrl-D the conversation; Alt-Enter, or a backslash before Enter, starts another line. /help
     shows the commands: /image, /system, /regenerate, /clear, /save.

@@ -11,7 +11,7 @@ from primad.errors import ClusterError
 from primad.settings.quantities import show_count, show_speed
 
 COMMANDS: Final = {
-    "/image": "FILE show a picture with the next question",
+    "/image": "FILE show an image with the next question",
     "/system": "[TEXT] set the system message; without text, show it",
     "/regenerate": "regenerate the last response",
     "/clear": "clear the conversation, except the system message",

@@ -68,7 +68,7 @@ def devices(
     seconds: Annotated[float, typer.Option(help="How long to look.", min=0.1, max=600)] = 2.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the devices in sight and those that are trusted, and this device's own key.
+    """List discovered and trusted devices, and this device's own key.
 
     Examples:
 
@@ -98,7 +98,7 @@ def devices(
     if found:
         out.print(_table(found, {key_hex(peer.key) for peer in peers if peer.is_hidden}))
     else:
-        out.print("no device in sight; start 'primad join' on one")
+        out.print("no device discovered; start 'primad join' on one")
     own = f"this device is {config.name}, {fingerprint(identity.public)}\nits key: {key_hex(identity.public)}"
     out.print(own)
 
@@ -169,7 +169,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
             trusted="yes",
             key=key_hex(known.key),
             fingerprint=fingerprint(known.key),
-            state=report.states.get(labels[known.key], "not in sight"),
+            state=report.states.get(labels[known.key], "not discovered"),
         )
         for known in trust.entries()
         if known.key not in newest
@@ -180,7 +180,7 @@ def _looks(peer: Peer) -> str:
     """The state of a device according to discovery."""
     if peer.is_measuring:
         return "measuring"
-    return "shows a code" if peer.pairing is not None else "in sight"
+    return "shows a code" if peer.pairing is not None else "discovered"
 
 
 def _table(found: Sequence[Row], hidden: Collection[str]) -> Table:

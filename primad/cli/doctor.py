@@ -69,7 +69,7 @@ def doctor(
         trust=trust,
         models=config.models,
     )
-    with RichReporter(err).waiting("checking this device and those in sight"):
+    with RichReporter(err).waiting("checking this device and discovered ones"):
         findings = asyncio.run(examine(subject))
     if json:
         print_json(findings)

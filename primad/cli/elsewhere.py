@@ -39,7 +39,7 @@ def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> st
 
     choice = f"; on this device: {', '.join(f'--head {name}' for name in names(here))}" if here else ""
     raise ClusterError(
-        f"--head {printable(wanted, 70)}: no head of this name is in sight; 'primad devices' lists them{choice}, "
+        f"--head {printable(wanted, 70)}: no head of this name was discovered; 'primad devices' lists them{choice}, "
         "or give its --url"
     )
 

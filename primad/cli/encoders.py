@@ -125,7 +125,7 @@ def _fetched(wish: Path, name: HubName, folder: Path, advance: OnBytes, report: 
             return fetch_projector(name, folder, begins, advance)
         make_due(name, folder)
     except PrimadError as exc:
-        report(f"no pictures: the encoder is missing: {exc}; 'primad pull {name}' fetches it, or the next start does")
+        report(f"no images: the encoder is missing: {exc}; 'primad pull {name}' fetches it, or the next start does")
     return None
 
 

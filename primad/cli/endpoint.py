@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Url = Annotated[
     str | None,
     typer.Option(
-        help="The endpoint of a head elsewhere [default: the head that runs on this device].", show_default=False
+        help="URL of a head on another device [default: the head that runs on this device].", show_default=False
     ),
 ]
 HeadName = Annotated[
@@ -38,7 +38,7 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        help="The key of a head elsewhere; a head of this device admits its own user.",
+        help="API key of a head on another device; a head on this device admits its own user.",
         envvar="PRIMAD_API_KEY",
         show_default=False,
     ),

@@ -75,7 +75,7 @@ def fit(
 ) -> None:
     """Show which well-known models, or models on this device, these devices can run, and how fast.
 
-    By default for this device and those in sight. The largest models with at least 5 tokens/s are marked.
+    By default for this device and all discovered ones. The largest models with at least 5 tokens/s are marked.
 
     Examples:
 

@@ -49,7 +49,7 @@ class FleetOptions:
         list[str] | None,
         typer.Option(
             help="Unmeasured links [default: 100MB/s,2ms]: rate and round trip; a third "
-            "figure is the delay of one message in twenty. A:B=300Mbit/s,4ms is between two devices; repeatable.",
+            "figure is the p95 of the extra delay of messages. A:B=300Mbit/s,4ms is between two devices; repeatable.",
             show_default=False,
         ),
     ] = None

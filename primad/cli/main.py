@@ -101,11 +101,11 @@ def profile(
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Measure again, and reset what was learned from requests.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Take at most 8 seconds, less exactly.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for at most 8 seconds, less accurately.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the stored profile.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write it to this file.", show_default=False)] = None,
 ) -> None:
-    """Measure this device: processor, GPU, memory and disk. Takes at most half a minute, once.
+    """Measure this device: CPU, GPU, memory and disk. Takes at most half a minute, once.
 
     Examples:
 

@@ -31,7 +31,7 @@ ModelName = Annotated[
 def pull(
     name: ModelName,
     home: Home = None,
-    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Skip the file for its pictures.")] = False,
+    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Skip the image encoder (mmproj).")] = False,
 ) -> None:
     """Download a model by name, and the file for its images (mmproj), if the repository has one.
 

@@ -31,7 +31,7 @@ class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes(self) -> tuple[bool, bool]:
-        """Whether it accepts pictures, and sound."""
+        """Whether it accepts images, and sound."""
         found = self.architecture.get("input_modalities") or ()
         return "image" in found, "audio" in found
 

@@ -42,7 +42,7 @@ Lock = Annotated[
     bool | None,
     typer.Option(
         "--lock/--no-lock",
-        help="Pin resident weights in memory, so that they are never read again.",
+        help="Pin resident weights in memory (mlock), so that they are never read again.",
         show_default=False,
     ),
 ]
@@ -74,8 +74,8 @@ Parallel = Annotated[
     str,
     typer.Option(
         "--parallel",
-        help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for links of a "
-        "wired network; auto: the one forecast to be faster, or a ring of both.",
+        help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for wired "
+        "networks; auto: the one forecast to be faster, or a ring of both.",
         autocompletion=one_of("pipeline", "tensor", "auto"),
     ),
 ]
@@ -117,7 +117,7 @@ NamedDevices = Annotated[
 Mmproj = Annotated[
     Path,
     typer.Option(
-        help="The picture encoder, mmproj-….gguf. auto: the one next to the model or in its repository.",
+        help="The image encoder, mmproj-….gguf. auto: the one next to the model or in its repository.",
         metavar="FILE|auto|none",
     ),
 ]

@@ -45,7 +45,7 @@ class ModelOptions:
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A GGUF file, of which the header is enough, or a model that 'primad models' lists.",
+            help="A GGUF file (its header is enough), or a model that 'primad models' lists.",
             show_default=False,
         ),
     ] = None
@@ -73,7 +73,7 @@ class SolveOptions:
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON (see docs/plan.md).")] = False
     plot: Annotated[
-        Path | None, typer.Option(help="Draw a picture to this file (.png, .svg, .pdf).", show_default=False)
+        Path | None, typer.Option(help="Plot the plan to this file (.png, .svg, .pdf).", show_default=False)
     ] = None
 
 
@@ -104,7 +104,7 @@ def plan(
 ) -> None:
     """Show which device would compute which layers and how fast, before any device does anything.
 
-    By default for this device and those in sight. No weights are needed.
+    By default for this device and all discovered ones. No weights are needed.
 
     Examples:
 

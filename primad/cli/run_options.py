@@ -81,7 +81,7 @@ class RunOptions:
     mmproj_device: Annotated[
         str,
         typer.Option(
-            help="The device that encodes pictures; auto: the fastest.",
+            help="The device that encodes images; auto: the fastest.",
             metavar="NAME|auto",
             autocompletion=device_names,
         ),
@@ -89,7 +89,7 @@ class RunOptions:
     wire: Annotated[
         str,
         typer.Option(
-            help="Precision of the sums with --parallel tensor: f32, or f16: half the traffic, other last bits.",
+            help="Precision of the all-reduce with --parallel tensor: f32, or f16 (half the traffic, other last bits).",
             autocompletion=one_of("f32", "f16"),
         ),
     ] = "f32"

@@ -66,7 +66,7 @@ class EndpointOptions:
     image_min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Minimum tokens per picture, for models that accept any size [default: the encoder's].",
+            help="Minimum tokens per image, for models that accept any size [default: the encoder's].",
             min=1,
             max=MAX_IMAGE_TOKENS,
             show_default=False,
@@ -75,13 +75,13 @@ class EndpointOptions:
     image_max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens per picture, for such models.", min=1, max=MAX_IMAGE_TOKENS, show_default=False
+            help="Maximum tokens per image, for such models.", min=1, max=MAX_IMAGE_TOKENS, show_default=False
         ),
     ] = None
     fetch_images: Annotated[
         bool,
         typer.Option(
-            "--fetch-images", help="Download pictures that clients reference by http or https URL, from public sites."
+            "--fetch-images", help="Download images that clients reference by http or https URL, from public sites."
         ),
     ] = False
     tool_parser: Annotated[
@@ -155,7 +155,7 @@ class KeptOptions:
         typer.Option(
             help="Replicate the KV cache of requests on a second device, in blocks of this many tokens, or off. auto: "
             "16, if the link has capacity.",
-            metavar="auto|off|ROWS",
+            metavar="auto|off|TOKENS",
         ),
     ] = "auto"
     share_prefixes: Annotated[
@@ -233,7 +233,7 @@ def serve(
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve a model, or all models on this device, with all paired devices in sight, to any OpenAI client.
+    """Serve a model, or all models on this device, on all paired devices, to any OpenAI client.
 
     Shows a code; 'primad join --code CODE' on another device pairs the two.
 

@@ -268,7 +268,7 @@ def _drafts(drafts: DraftFigures) -> str:
 def _pictures(pictures: PicturesStatus) -> str:
     """Where pictures are encoded."""
     where = "" if pictures.device is None else f"; {printable(pictures.device)} encodes"
-    return f"{show_count(pictures.encoded, 'picture')} encoded, {pictures.encoded_elsewhere} by other devices{where}"
+    return f"{show_count(pictures.encoded, 'image')} encoded, {pictures.encoded_elsewhere} by other devices{where}"
 
 
 def _embedding(embedding: EmbeddingStatus) -> str:

@@ -26,7 +26,7 @@ from primad.system.children.spawn import environment
 TIMEOUT_S: Final = 120.0
 """The process counts as hanging when a picture takes longer."""
 CLOSED: Final = "the model is unloaded, or primad is stopping"
-_PROCESS: Final = "the process for pictures"
+_PROCESS: Final = "the process for images"
 _decoder = msgspec.msgpack.Decoder(PictureReply)
 logger = logging.getLogger(__name__)
 

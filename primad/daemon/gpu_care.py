@@ -110,16 +110,14 @@ class GpuCare:
             return
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
         self._report_line(
-            f"the GPU has too little memory left: {rest} planned layers are on it, the processor computes the others "
+            f"the GPU has too little memory left: {rest} planned layers are on it, the CPU computes the others "
             f"({event.why}); --max-vram sets how much of it plans may use"
         )
         self._max_share *= event.layers / event.planned
         self._changed()
 
     def _without_offload(self, why: str, *, is_alone: bool) -> None:
-        self._report_line(
-            f"the GPU has too little memory left to help with prompts, the processor computes them ({why})"
-        )
+        self._report_line(f"the GPU has too little memory left to help with prompts, the CPU computes them ({why})")
         if is_alone:
             self._may_offload = False
             self._changed()

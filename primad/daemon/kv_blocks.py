@@ -38,7 +38,7 @@ class HeldBlocks:
         here."""
         keys = [block.key for block in hold.blocks]
         if len(self._held.union(keys)) > MAX_HELD:
-            logger.warning("KV cells of %d more blocks are not held: %d are the most", len(keys), MAX_HELD)
+            logger.warning("the KV cache of %d more blocks is not held: the maximum is %d blocks", len(keys), MAX_HELD)
             return [False] * len(keys)
         self._held.update(keys)
         self.store.lease("held", self._held)

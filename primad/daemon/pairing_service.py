@@ -179,10 +179,10 @@ class _Errand:
                     error = exc
                 except TimeoutError:
                     self._slow.append(places)
-                    error = ClusterError(f"{self}: a device that announces it does not answer within {TURN_S:g} s")
+                    error = ClusterError(f"{self}: a device that announces it does not respond within {TURN_S:g} s")
         raise error or ClusterError(
-            f"{self}: no device of cluster {config.cluster} in sight shows this code; check that 'primad pair' still shows "
-            f"it, or {_NAME_IT}"
+            f"{self}: no discovered device of cluster {config.cluster} shows this code; check that 'primad pair' "
+            f"still shows it, or {_NAME_IT}"
         )
 
     async def bring(self, places: list[tuple[str, int]]) -> TrustedDevice:

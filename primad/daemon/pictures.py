@@ -151,7 +151,7 @@ class PictureService:
         try:
             reply = await self._elsewhere.encode(data)
         except PrimadError as exc:
-            logger.warning("a picture is encoded here: %s", exc)
+            logger.warning("an image is encoded here: %s", exc)
             return None
         self.encoded_elsewhere += isinstance(reply, EncodedPicture)
         return reply
@@ -167,7 +167,7 @@ class PictureService:
         except PrimadError as exc:
             if not gpu or self._closed:
                 raise
-            logger.warning("pictures are encoded on the processor from now on: %s", exc)
+            logger.warning("images are encoded on the CPU from now on: %s", exc)
             self._distrusts_gpu = True
             return await self._here(data)
 

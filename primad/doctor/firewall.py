@@ -97,7 +97,7 @@ def judge_firewall(facts: FirewallFacts, need: Needed) -> list[Finding]:
         found.append(_judge_firewalld(facts.firewalld_open, need))
     if not found:
         found += _judge_rules(facts, need)
-    return found or [finding("firewall", "ok", "no firewall of this machine drops what comes in")]
+    return found or [finding("firewall", "ok", "no firewall on this machine drops incoming traffic")]
 
 
 def _judge_ufw(facts: FirewallFacts, need: Needed) -> Finding:
@@ -111,8 +111,8 @@ def _judge_ufw(facts: FirewallFacts, need: Needed) -> Finding:
         return finding("firewall", "note", text, command)
     rules = [line for line in facts.ufw_rules.splitlines() if "ALLOW" in line]
     if any(str(need.control) in line for line in rules) or any(line.split()[:1] == ["Anywhere"] for line in rules):
-        return finding("firewall", "ok", f"ufw is on and lets port {need.control} in")
-    return finding("firewall", "warning", f"ufw is on and does not let port {need.control} in", command)
+        return finding("firewall", "ok", f"ufw is on and allows port {need.control}")
+    return finding("firewall", "warning", f"ufw is on and blocks port {need.control}", command)
 
 
 def _judge_firewalld(opened: tuple[str, ...], need: Needed) -> Finding:
@@ -133,8 +133,8 @@ def _judge_firewalld(opened: tuple[str, ...], need: Needed) -> Finding:
         if not there
     ]
     if missing:
-        return finding("firewall", "warning", f"firewalld is on and does not let in: {', '.join(missing)}", command)
-    return finding("firewall", "ok", "firewalld is on and lets primad in")
+        return finding("firewall", "warning", f"firewalld is on and blocks: {', '.join(missing)}", command)
+    return finding("firewall", "ok", "firewalld is on and allows primad")
 
 
 def _judge_rules(facts: FirewallFacts, need: Needed) -> list[Finding]:
@@ -150,7 +150,7 @@ def _judge_rules(facts: FirewallFacts, need: Needed) -> list[Finding]:
         "sudo iptables -I INPUT -p udp --dport 5353 -j ACCEPT"
     )
     if drops:
-        text = f"{' and '.join(drops)} drop what is not let in by a rule; if devices do not find each other:"
+        text = f"{' and '.join(drops)} drop traffic that no rule allows; if devices do not find each other:"
         return [finding("firewall", "warning", text, command)]
     asked = {"nft": facts.nft, "iptables": facts.iptables}
     if not facts.root and any(asked[name] is None for name in facts.present):
@@ -167,22 +167,25 @@ def _judge_windows(facts: FirewallFacts, need: Needed) -> list[Finding]:
     if facts.profile is None:
         return [
             finding(
-                "firewall", "note", "the Windows firewall cannot be asked; if devices do not find each other:", command
+                "firewall",
+                "note",
+                "the Windows firewall cannot be queried; if devices do not find each other:",
+                command,
             )
         ]
     if re.search(r"\bOFF\b", facts.profile):
         return [finding("firewall", "ok", "the Windows firewall is off")]
-    text = f"the Windows firewall is on; it must let this Python in (TCP {need.control} and links, UDP 5353)"
+    text = f"the Windows firewall is on; it must allow this Python (TCP {need.control} and links, UDP 5353)"
     return [finding("firewall", "note", text, command)]
 
 
 def _judge_mac(facts: FirewallFacts) -> list[Finding]:
     if facts.profile is None:
-        return [finding("firewall", "note", "the firewall of macOS cannot be asked")]
+        return [finding("firewall", "note", "the macOS firewall cannot be queried")]
     if "disabled" in facts.profile.lower() or "state = 0" in facts.profile.lower():
-        return [finding("firewall", "ok", "the firewall of macOS is off")]
+        return [finding("firewall", "ok", "the macOS firewall is off")]
     command = f"sudo {_MAC_FIREWALL} --add '{sys.executable}' && sudo {_MAC_FIREWALL} --unblockapp '{sys.executable}'"
-    return [finding("firewall", "note", "the firewall of macOS is on; it must let this Python in", command)]
+    return [finding("firewall", "note", "the macOS firewall is on; it must allow this Python", command)]
 
 
 def _range(text: str) -> re.Match[str] | None:

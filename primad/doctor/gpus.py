@@ -114,9 +114,7 @@ def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
     built = ", ".join(("CPU", *facts.backends))
     found = [finding("llama.cpp", "ok", f"{PACKAGE} {facts.package} with {built}")]
     if isinstance(facts.devices, str):
-        text = (
-            f"GPUs stay unused: where llama.cpp looks for them {printable(facts.devices, 160)}; the processor computes"
-        )
+        text = f"GPUs stay unused: where llama.cpp looks for them {printable(facts.devices, 160)}; the CPU computes"
         return [*found, finding("gpu", "warning", text, _LOOK_BY_BACKEND.get("".join(facts.backends[:1]), _LOOK))]
     found += [finding("gpu", "ok", f"{name} by {backend}") for backend, name in facts.devices]
     used = {backend for backend, _ in facts.devices}
@@ -139,7 +137,7 @@ def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -
     suited = _SUITED[gpu.vendor]
     look = "nvidia-smi" if gpu.vendor == "NVIDIA" else _LOOK
     if not gpu.usable:
-        text = f"{gpu.name}: its driver does not answer, so it stays unused; install or repair the driver"
+        text = f"{gpu.name}: its driver does not respond, so it stays unused; install or repair the driver"
         return finding("gpu", "warning", text, look)
     if set(facts.backends).isdisjoint(suited):
         text = f"{gpu.name} stays unused: llama.cpp was built without {' or '.join(suited)}"

@@ -93,7 +93,7 @@ def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
         )
         found.append(finding("memory", "note", text))
     if facts.swap_total_bytes and facts.swap_used_bytes > _SWAPPING_PART * facts.swap_total_bytes:
-        text = f"swap is in use: {gib(facts.swap_used_bytes)}; what is swapped out is slow, layers among it"
+        text = f"swap is in use: {gib(facts.swap_used_bytes)}; swapped memory is slow, layers included"
         found.append(finding("memory", "note", text, users))
     return found
 
@@ -174,7 +174,7 @@ def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool)
         text = f"Python {version} is too old; primad needs {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or later"
         return [finding("system", "error", text, "https://www.python.org/downloads/")]
     if not wide:
-        text = f"Python {version} is of 32 bits: models beyond 2 GiB cannot be mapped; install a 64-bit Python"
+        text = f"Python {version} is 32-bit: models beyond 2 GiB cannot be mapped; install a 64-bit Python"
         return [finding("system", "error", text, "https://www.python.org/downloads/")]
     if system not in _SYSTEMS:
         return [finding("system", "note", f"{system or 'this system'} was never tried; Linux, macOS and Windows were")]

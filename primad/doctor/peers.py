@@ -20,12 +20,12 @@ def judge_sight(peers: Sequence[Peer], cluster: str, own_key: str) -> list[Findi
     found = []
     if others:
         names = ", ".join(f"{peer.device} ({peer.role}, {peer.addresses[0]})" for peer in others)
-        found.append(finding("devices", "ok", f"in sight: {names}"))
+        found.append(finding("devices", "ok", f"discovered: {names}"))
     else:
-        text = f"no other device of cluster '{cluster}' is in sight; where one runs, compare networks and firewalls"
+        text = f"no other device of cluster '{cluster}' was discovered; where one runs, compare networks and firewalls"
         found.append(finding("devices", "note", text, "primad join    (on another device)"))
     if foreign:
-        text = f"devices of other clusters are in sight: {', '.join(foreign)}"
+        text = f"devices of other clusters were discovered: {', '.join(foreign)}"
         found.append(finding("devices", "note", text, f"primad devices --cluster {foreign[0]}"))
     return found
 

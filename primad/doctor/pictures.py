@@ -46,7 +46,7 @@ def judge_pictures(facts: PictureFacts, python: str) -> list[Finding]:
     if facts.has_mtmd is None:
         return []  # another check says so
     if not facts.has_mtmd:
-        text = f"{PACKAGE} has no libmtmd, which encodes pictures and sound: models take text alone"
+        text = f"{PACKAGE} has no libmtmd, which encodes images and audio: models accept text only"
         return [finding("pictures", "warning", text, f"{python} -m pip install --force-reinstall --no-deps {PACKAGE}")]
     used = [each for each in facts.models if each.sees or each.hears]
     refused = [each for each in facts.models if each.refused]
@@ -55,33 +55,31 @@ def judge_pictures(facts: PictureFacts, python: str) -> list[Finding]:
     found += [_judge_refused(each) for each in refused[:_SHOWN]]
     found += [_judge_lacking(each) for each in lacking[:_SHOWN]]
     if len(lacking) > _SHOWN:
-        text = f"{len(lacking) - _SHOWN} more models could see or hear, and have no encoder here"
+        text = f"{len(lacking) - _SHOWN} more vision or audio models have no encoder here"
         found.append(finding("pictures", "note", text, "primad models --json"))
     return found
 
 
 def _judge_used(models: Sequence[LibraryModel]) -> Finding:
     if not models:
-        return finding("pictures", "ok", "llama.cpp has libmtmd; no model here has an encoder of pictures or sound")
-    shown = [f"{each.name} {_can(each)} ({gib(each.encoder_bytes)})" for each in models[:_SHOWN]]
+        return finding("pictures", "ok", "llama.cpp has libmtmd; no model here has an encoder for images or audio")
+    shown = [f"{each.name}: {_can(each)} ({gib(each.encoder_bytes)})" for each in models[:_SHOWN]]
     more = [f"{len(models) - _SHOWN} more"] if len(models) > _SHOWN else []
     text = f"with encoders, in memory while they are used: {', '.join([*shown, *more])}"
     return finding("pictures", "ok", text)
 
 
 def _can(model: LibraryModel) -> str:
-    return " and ".join(word for word, can in (("sees", model.sees), ("hears", model.hears)) if can)
+    return " and ".join(word for word, can in (("vision", model.sees), ("audio", model.hears)) if can)
 
 
 def _judge_refused(model: LibraryModel) -> Finding:
-    text = f"{model.name} takes text alone: {model.projector}: {model.refused}"
+    text = f"{model.name} accepts text only: {model.projector}: {model.refused}"
     return finding("pictures", "warning", text, f"primad serve --model '{model.name}' --{MARK} none")
 
 
 def _judge_lacking(model: LibraryModel) -> Finding:
-    text = (
-        f"{model.name} could see or hear, but the file {MARK}-….gguf of its publisher is not next to {model.files[0]}"
-    )
+    text = f"{model.name} accepts images or audio, but its publisher's {MARK}-….gguf is not next to {model.files[0]}"
     return finding("pictures", "note", text, _command(model))
 
 

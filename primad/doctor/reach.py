@@ -61,16 +61,16 @@ def judge_reached(reached: dict[Target, str]) -> list[Finding]:
         own = {target: problem for target, problem in reached.items() if target.device == device}
         works = [f"{target.address} port {target.port}" for target, problem in own.items() if not problem]
         if works:
-            found.append(finding("reach", "ok", f"{device} answers on {_some(works)}"))
+            found.append(finding("reach", "ok", f"{device} responds on {_some(works)}"))
             continue
         tried = _some(f"{target.address} port {target.port}: {problem}" for target, problem in own.items())
         if next(iter(own)).named:
-            text = f"{device} is named as a device, and does not answer ({tried})"
+            text = f"{device} is named as a device, but does not respond ({tried})"
             found.append(
                 finding("reach", "warning", text, f"primad join --port {next(iter(own)).port}    (over there)")
             )
         else:
-            text = f"{device} is in sight, and does not answer ({tried}); a firewall over there?"
+            text = f"{device} was discovered, but does not respond ({tried}); a firewall there?"
             found.append(finding("reach", "warning", text, f"primad doctor    (on {device})"))
     return found
 
@@ -85,7 +85,7 @@ async def _connect(target: Target, timeout_s: float) -> str:
                 link.setblocking(False)
                 await loop.sock_connect(link, address)
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
+        return f"no response within {timeout_s:g} s"
     except (OSError, UnicodeError) as exc:
         return getattr(exc, "strerror", None) or str(exc)
     return ""

@@ -85,11 +85,11 @@ def judge_disk(facts: DiskFacts) -> list[Finding]:
         found.append(finding("disk", "error", f"{facts.home} cannot be written", "primad doctor --home FOLDER"))
     found.append(_judge_room(facts))
     if facts.kind.lower().startswith(_NETWORK):
-        text = f"{facts.home} lies on a network file system ({facts.kind}): layers are read through the network"
+        text = f"{facts.home} is on a network file system ({facts.kind}): layers are read through the network"
         found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk of this machine)"))
     elif facts.kind in _MEMORY:
         text = (
-            f"{facts.home} lies in memory ({facts.kind}): layers there take it from the model, and a restart loses them"
+            f"{facts.home} is in RAM ({facts.kind}): layers there take memory from the model, and a restart loses them"
         )
         found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk)"))
     return found + _judge_speed(facts.read_bytes_per_s)
@@ -152,7 +152,7 @@ def judge_identity(facts: FileFacts | None) -> list[Finding]:
     if facts.mode & 0o077:
         text = f"{facts.path} can be read by others (mode {facts.mode:04o}): any reader can pose as this device"
         return [finding("identity", "error", text, f"chmod 600 '{facts.path}'")]
-    return [finding("identity", "ok", f"{facts.path} is this user's alone")]
+    return [finding("identity", "ok", f"{facts.path} is readable by this user only")]
 
 
 def _kind(folder: Path) -> str:

@@ -87,7 +87,7 @@ class EmbeddingAdapter:
         self._scale = float(own * np.float32(adapter.alpha) / rank if adapter.alpha else own)
         self._backend = self._calls.backend(CPU, None)
         if not self._backend:
-            raise EngineError("llama.cpp has no backend for the processor")
+            raise EngineError("llama.cpp has no backend for the CPU")
         weakref.finalize(self, self._calls.backend_free, self._backend)
         held = _Memory(self._calls)
         weakref.finalize(self, held.free)

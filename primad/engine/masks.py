@@ -203,7 +203,7 @@ def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not tokens.ends:
-        raise GrammarError("the model has no token that ends an answer, so none can follow a grammar")
+        raise GrammarError("the model has no end-of-generation token, so it cannot follow a grammar")
     return LLTokenizer(TokenizerWrapper(_Wrapped(tokens)), eos_token=sorted(tokens.ends))
 
 
@@ -222,7 +222,7 @@ class WorkBudget:
         self._left_s = min(WORK_AT_ONCE_S, self._left_s + tokens * WORK_A_TOKEN_S - work_s)
         if self._left_s < 0:
             raise GrammarError(
-                f"the grammar is too much work: its tokens take more than {WORK_A_TOKEN_S * 1e3:g} ms of processor time "
+                f"the grammar is too much work: its tokens take more than {WORK_A_TOKEN_S * 1e3:g} ms of CPU time "
                 "each; make it simpler, above all where it can read a text in several ways"
             )
 

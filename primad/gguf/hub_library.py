@@ -27,14 +27,14 @@ def asked(name: object, ask: Callable[[], Any]) -> Any:
         return ask()
     except errors.GatedRepoError as exc:
         raise ConfigError(
-            f"{name}: its makers ask for your consent; give it on the model's page, and a token in HF_TOKEN"
+            f"{name}: its publisher asks for your consent; give it on the model's page, and set HF_TOKEN"
         ) from exc
     except errors.RepositoryNotFoundError as exc:
         raise NoRepositoryError(
             f"{name}: the hub has no such repository, or not for everybody; look at the name, or set HF_TOKEN"
         ) from exc
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled) as exc:
-        raise NotNowError(f"{name}: the hub does not give it: {_first_line(exc)}; try again later") from exc
+        raise NotNowError(f"{name}: the hub refuses it: {_first_line(exc)}; try again later") from exc
     except OSError as exc:
         if exc.errno is not None and exc.filename is not None:
             raise DiskError(

@@ -118,14 +118,14 @@ class HubRanges:
                 self.close()
             url = self._judge(file, urljoin(url, answer.headers.get("Location", "")))
             self._moved[file.url] = url
-        raise HubError(f"{_host(file.url)} sends one on and on", again=False)
+        raise HubError(f"{_host(file.url)} redirects without end", again=False)
 
     def _judge(self, file: RemoteFile, url: str) -> str:
         """The target of a hub's redirect, if it is allowed."""
         parts = urlsplit(url)
         if parts.scheme != "https" and not (parts.scheme == "http" and _origin(file.url) in self._local_hubs):
             raise HubError(
-                f"{_host(file.url)} sends one to {printable(url, 80)!r}, which is not encrypted", again=False
+                f"{_host(file.url)} redirects to {printable(url, 80)!r}, which is not encrypted", again=False
             )
         return url
 
@@ -135,7 +135,7 @@ class HubRanges:
             self.close()
             raise _Expired  # the redirect's link was valid for a limited time
         if status in (401, 403):
-            raise HubError(f"{host} does not give it to everybody (status {status})", again=False)
+            raise HubError(f"{host} does not let everybody read it (status {status})", again=False)
         if status == 429 or status >= 500:
             raise HubError(f"{host} is busy (status {status})", again=True, wait_s=_wait_s(answer))
         if status == 200:
@@ -216,7 +216,7 @@ class HubRanges:
                 )
             if not may_be_asked and not is_hub and _origin(file.url) not in self._local_hubs:
                 raise HubError(
-                    f"{_host(file.url)} sends one to {printable(host, 80)}, which is not public", again=False
+                    f"{_host(file.url)} redirects to {printable(host, 80)}, which is not public", again=False
                 )
             try:
                 return socket.create_connection((str(place[0]), port), self._connect_timeout_s)

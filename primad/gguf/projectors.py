@@ -81,7 +81,7 @@ def projector_facts(header: Header) -> ProjectorFacts:
     has = {sense: _flag(header, f"clip.has_{sense}_encoder") for sense in ("vision", "audio")}
     types = {sense: _type(header, sense) for sense, is_there in has.items() if is_there}
     unknown = [each for each in types.values() if each not in TAKEN]
-    problem = "" if types else "it takes neither pictures nor sound"
+    problem = "" if types else "it accepts neither images nor audio"
     if unknown:
         named = f"the type {unknown[0]!r}" if unknown[0] else "no type of projector"
         problem = (

@@ -240,7 +240,7 @@ class _Fetch:
         await link.ask(FetchCells(keys=keys, first=layers.start, last=layers.stop, offset=offset))
         reply, data = await link.answer(self._fetcher.transfers.timings.silence_timeout_s)
         if not isinstance(reply, Cells) or len(reply.sizes) > len(keys):
-            raise ProtocolError(f"answered with a {type(reply).__name__} that was not asked for")
+            raise ProtocolError(f"replied with a {type(reply).__name__} that was not asked for")
         for key, size in zip(keys, reply.sizes, strict=False):
             rows = self._blocks[key].end - self._blocks[key].start
             each_bytes = rows * _MAX_CELL_BYTES if rows else 2 * MAX_STATE_BYTES

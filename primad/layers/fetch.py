@@ -241,12 +241,12 @@ class _Fetch:
                 self._queue.refused(key, piece)
                 self._wake()
             case _:
-                raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
+                raise ProtocolError(f"replied with a {type(message).__name__} that was not asked for")
 
     def _expect(self, key: str, digest: str, number: int) -> ChunkId:
         piece = ChunkId(digest, number)
         if not self._queue.is_asked(key, piece):
-            raise ProtocolError(f"answered with another piece than it was asked for: {printable(digest[:12])}")
+            raise ProtocolError(f"replied with a different piece than requested: {printable(digest[:12])}")
         return piece
 
     async def _finish(self, part: PartialLayer) -> None:

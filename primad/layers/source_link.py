@@ -31,7 +31,7 @@ RECEIVE_LIMIT: Final = 8
 MAX_ADDRESSES: Final = 16
 """Maximum number of a source's addresses; all are tried concurrently."""
 _LOST: Final[dict[int, str]] = {
-    zmq.EVENT_CONNECT_RETRIED: "nothing answers there",
+    zmq.EVENT_CONNECT_RETRIED: "nothing responds there",
     zmq.EVENT_DISCONNECTED: "closed the connection",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "closed the connection before it proved its key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "is no primad that could prove its key",
@@ -91,7 +91,7 @@ class SourceLink:
         finally:
             receiving.cancel()
         if len(frames) > 2:
-            raise ProtocolError(f"{len(frames)} frames that are no answer")
+            raise ProtocolError(f"{len(frames)} frames that are no reply")
         return decode_transfer(frames[0].buffer), frames[1].buffer if len(frames) == 2 else None
 
     def close(self) -> None:

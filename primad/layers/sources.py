@@ -96,7 +96,7 @@ class HeadSource:
                 if len(data) == size:
                     return bytes(data)
         await self.close()
-        raise HubError("sent another piece than it was asked for", again=False)
+        raise HubError("sent a different piece than requested", again=False)
 
     async def _connected(self) -> SourceLink:
         if self._link is not None:

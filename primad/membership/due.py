@@ -96,7 +96,7 @@ def _judge_silence(state: State, now: float, effects: list[Effect]) -> State:
         if not is_spoken_to(device):
             continue
         if device.heard_s + settings.gone_after_s <= now:
-            state = lose(state, name, f"no sign of life for {now - device.heard_s:.1f} s", now, effects)
+            state = lose(state, name, f"no message for {now - device.heard_s:.1f} s", now, effects)
         elif device.phase in PRESENT and device.heard_s + settings.suspect_after_s <= now:
             state = put(state, name, replace(device, phase=DevicePhase.SUSPECTED, before=device.phase))
             attempt = state.attempt
@@ -332,7 +332,7 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
     ]
     strangers = sorted(name for name, device in state.devices.items() if device.phase is DevicePhase.DISCOVERED)
     if len(strangers) > MAX_NAMED:  # anyone can announce any number of names, and would get a line for each
-        known.append("many untrusted devices are in sight")
+        known.append("many untrusted devices were discovered")
         strangers = []
     known += [_standing(name, state.devices[name]) for name in strangers]
     known += [f"{name} is paired and is measuring itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
@@ -345,7 +345,7 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
 def _standing(name: str, device: Device) -> str:
     match device.phase:
         case DevicePhase.DISCOVERED:
-            return f"{name} is in sight, but not paired ('primad pair' shows a code for it)"
+            return f"{name} was discovered, but is not paired ('primad pair' shows a code for it)"
         case DevicePhase.PROFILED | DevicePhase.SUSPECTED:
             return f"{name} is here, and its links are being measured"
         case DevicePhase.GONE:

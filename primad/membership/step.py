@@ -263,7 +263,7 @@ def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
         return state
     if device.phase is not DevicePhase.SUSPECTED:
         return put(state, name, replace(device, heard_s=now))
-    effects.append(OwnerLine(f"{name} answers again"))
+    effects.append(OwnerLine(f"{name} responds again"))
     state = put(state, name, replace(device, phase=device.before, heard_s=now))
     attempt = state.attempt
     if attempt is not None and attempt.why is Purpose.SUSPICION and suspects(state) <= (attempt.members or frozenset()):

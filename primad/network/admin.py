@@ -202,7 +202,7 @@ async def _ask(identity: Identity, port: int, request: AdminRequest, timeout_s: 
             return _answers.decode(frames[0])
     except TimeoutError as exc:
         raise ClusterError(
-            f"--home {home}: the primad that runs with this folder has not answered for {timeout_s:g} s; "
+            f"--home {home}: the primad that runs with this folder has not responded for {timeout_s:g} s; "
             "look at its terminal, or restart it"
         ) from exc
     except msgspec.MsgspecError as exc:

@@ -179,7 +179,7 @@ class HeadEnd:
         """Return the error for a device that sent nothing readable for ``timeout_s``."""
         if self._refused:
             return ClusterError(f"the reply of {self.address} was refused: {self._refused}")
-        return ClusterError(f"no answer from {self.address} within {timeout_s:g} s")
+        return ClusterError(f"no response from {self.address} within {timeout_s:g} s")
 
     async def reconnections(self) -> AsyncIterator[None]:
         """Yield whenever the established connection was made again, until the other side's process has ended: its

@@ -624,7 +624,7 @@ def decode_from_head(data: bytes) -> HeadMessage:
             if len(message.file.tensors) != 1:
                 raise ProtocolError("an encoder in several pieces")
         case PictureChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
-            raise ProtocolError("a part beyond the end of a picture")
+            raise ProtocolError("a part beyond the end of an image")
         case Introduce(devices=devices, revoked=revoked):
             for key in (*(introduction.key for introduction in devices), *revoked):
                 _check_key(key)
@@ -673,7 +673,7 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
         case DraftModelState(error=error) | MmprojState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
         case EncodedChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
-            raise ProtocolError("a part beyond the end of a picture's embeddings")
+            raise ProtocolError("a part beyond the end of an image's embeddings")
     return message
 
 

@@ -120,7 +120,7 @@ def obstacle(wide: Solution, small: Solution) -> str:
     if wide.plan.streaming and not small.plan.streaming:
         return _STREAMS
     times = max(wide.prediction.tpot_s / small.prediction.tpot_s, wide.objective_s / small.objective_s)
-    return f"make answers {times:.2g} times as slow" if times > MAX_TIMES else ""
+    return f"make responses {times:.2g} times as slow" if times > MAX_TIMES else ""
 
 
 def _slow_bytes(plan: Plan, devices: Iterable[DeviceProfile], model: ModelProfile) -> float:

@@ -254,16 +254,17 @@ def bottleneck(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     largest = max(slowest.compute_s, prediction.hop_s, prediction.stall_s)
     if prediction.stall_s == largest:
         waiting = max(prediction.devices, key=lambda device: device.stall_s)
-        return _disk(waiting, instance, f"{_percent(waiting.stall_s, prediction)} of a token waits for it")
+        return _disk(waiting, instance, f"{_percent(waiting.stall_s, prediction)} of the time per token waits for it")
     if prediction.hop_s == largest:
         return _hops(plan, prediction, instance)
-    return f"compute of {slowest.device} ({_percent(slowest.compute_s, prediction)} of a token: {_where(slowest)})"
+    share = _percent(slowest.compute_s, prediction)
+    return f"compute of {slowest.device} ({share} of the time per token: {_where(slowest)})"
 
 
 def _disk(device: DevicePrediction, instance: Instance, how: str) -> str:
     rate = next(member.disk_bytes_per_s for member in instance.members if member.name == device.device)
     return (
-        f"the disk of {device.device}: {show_bytes(device.disk_bytes_per_token)} a token at {show_rate(rate)} ({how})"
+        f"the disk of {device.device}: {show_bytes(device.disk_bytes_per_token)} per token at {show_rate(rate)} ({how})"
     )
 
 
@@ -273,16 +274,16 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
         layers = plan.layers_of(slowest.device)
         return (
             f"sums between the {len(ranks)} devices that share {show_count(layers, 'layer')} ({SUMS * layers} of them; with "
-            f"hops {_percent(prediction.hop_s, prediction)} of a token)"
+            f"hops {_percent(prediction.hop_s, prediction)} of the time per token)"
         )
     count = len(plan.places) * plan.rounds
     index = {device.device: i for i, device in enumerate(instance.devices)}
     target = plan.after(slowest.device)
     link = instance.link(index[slowest.device], index[target])
-    late = f", one message of twenty {show_ms(link.late_s * 1e3)} late" if link.late_s > link.round_trip_s / 2 else ""
+    late = f", p95 delay +{show_ms(link.late_s * 1e3)}" if link.late_s > link.round_trip_s / 2 else ""
     return (
-        f"hops between devices ({_percent(prediction.hop_s, prediction)} of a token: {count} hops; the slowest, from "
-        f"{slowest.device} to {target}, takes {show_ms(slowest.hop_s / plan.rounds * 1e3)} at "
+        f"hops between devices ({_percent(prediction.hop_s, prediction)} of the time per token: {count} hops; the "
+        f"slowest, from {slowest.device} to {target}, takes {show_ms(slowest.hop_s / plan.rounds * 1e3)} at "
         f"{show_ms(link.round_trip_s * 1e3)} round trip{late})"
     )
 

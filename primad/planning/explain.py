@@ -41,7 +41,12 @@ ALONE_TIME_LIMIT_S: Final = 1.0
 """Time limit for all plans of single devices together."""
 _SAME: Final = 0.001
 """Relative difference that is too small to report."""
-_OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
+_OF: Final = {
+    "latency": "a token",
+    "ttft": "the first token",
+    "throughput": "a token of all sequences",
+    "balanced": "a request",
+}
 
 
 def explain(question: Question, changes: Sequence[str] = (), before: Question | None = None) -> Explanation:
@@ -257,7 +262,7 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
     share, what = slower_s / tpot_s, _OF[question.run.objective]
     quicker = f"though a token would take {show_ms(-slower_s * 1e3)} less"
     if share > _SAME:
-        return f"would slow the ring by {show_ms(slower_s * 1e3)} a token (+{100 * share:.3g} %)"
+        return f"would slow the ring by {show_ms(slower_s * 1e3)} per token (+{100 * share:.3g} %)"
     if objective_s > _SAME * best_s:
         more = f"would make {what} take {show_ms(objective_s * 1e3)} more (+{100 * objective_s / best_s:.3g} %)"
         return f"{more}, {quicker}" if share < -_SAME else more

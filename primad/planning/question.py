@@ -87,7 +87,7 @@ class PlannedEncoder:
 
 def senses(sees: bool, hears: bool) -> str:
     """Say what a model can do; empty for neither."""
-    return " and ".join(word for word, can in (("sees", sees), ("hears", hears)) if can)
+    return " and ".join(word for word, can in (("vision", sees), ("audio", hears)) if can)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ def default_workload(
     answer = min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt)) if answer_tokens is None else answer_tokens
     if prompt >= context_tokens:
         raise ConfigError(
-            f"--prompt {prompt}: leaves no room for an answer in a context of {context_tokens} tokens; "
+            f"--prompt {prompt}: leaves no room for a response in a context of {context_tokens} tokens; "
             "give a larger --context"
         )
     if prompt + answer > context_tokens:

@@ -154,9 +154,9 @@ def quicker_of(found: FoundPlan, shared: FoundPlan) -> FoundPlan:
     over = f"tensor over {_over(shared.solution.plan)}"
     if gains and (is_wide or against):
         why = why_small(wide_tokens, against) if against else shared.why_context
-        return structs.replace(shared, why_parallel=f"{over}: {tensor} a token instead of {other}", why_context=why)
+        return structs.replace(shared, why_parallel=f"{over}: {tensor} per token instead of {other}", why_context=why)
     less = "" if is_wide else ", and has memory for a smaller context"
-    return structs.replace(found, why_parallel=f"{over} would take {tensor} a token instead of {other}{less}")
+    return structs.replace(found, why_parallel=f"{over} would take {tensor} per token instead of {other}{less}")
 
 
 def _over(plan: Plan) -> str:

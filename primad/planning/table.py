@@ -183,7 +183,7 @@ def _facts(answer: Explanation) -> Table:
         f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts
     ]
     if experts_on_cpu:
-        table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(experts_on_cpu)} on the GPU")
+        table.add_row("experts", f"in RAM, computed by the CPU, of {', '.join(experts_on_cpu)} on the GPU")
     for i, kept in enumerate(answer.kept):
         table.add_row("replicated" if i == 0 else "", _kept(kept))
     if answer.model.encoder_bytes:
@@ -218,7 +218,7 @@ def _encoding(model: ModelJson) -> str:
     if model.picture_ms is None:
         return ""
     where = f"{model.encoder_device} ({model.encoder_gpu})" if model.encoder_gpu else model.encoder_device
-    return f"; a picture takes about {show_ms(model.picture_ms)} on {where}"
+    return f"; an image takes about {show_ms(model.picture_ms)} on {where}"
 
 
 def _gpu(gpu: GpuJson) -> str:
@@ -250,7 +250,7 @@ def _kept(kept: KeptJson) -> str:
 def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
     """What the draft model takes of one of ``devices``, how its drafts are computed, and what they gain."""
     if not draft.device:
-        return f"{draft.name} drafts nothing: {draft.why}"
+        return f"{draft.name} is not used: {draft.why}"
     leader = next((each.leader for each in devices if each.name == draft.device), "")
     where = where_drafted(draft.device, [each.name for each in devices if leader and each.leader == leader])
     takes = f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {where} and {show_ms(draft.token_ms)} per draft"

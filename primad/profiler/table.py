@@ -18,8 +18,8 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     facts = Table("", "", show_header=False, box=None, pad_edge=False)
     rows = [
         ("device", f"{profile.device} ({profile.system} {profile.machine})"),
-        ("processor", f"{cpu.name}, {cpu.cores} cores; {cpu.threads} threads decode, {cpu.batch_threads} prefill"),
-        ("fixed cost", f"{cpu.step_s * 1e6:.0f} us a window, {cpu.layer_s * 1e6:.0f} us a layer"),
+        ("CPU", f"{cpu.name}, {cpu.cores} cores; {cpu.threads} threads decode, {cpu.batch_threads} prefill"),
+        ("fixed cost", f"{cpu.step_s * 1e6:.0f} us per window, {cpu.layer_s * 1e6:.0f} us a layer"),
         (
             "memory",
             f"{show_bytes(profile.ram_available_bytes)} free of {show_bytes(profile.ram_total_bytes)}, read at "
@@ -36,13 +36,13 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     for gpu in profile.gpus:
         called = show_gpu(gpu.name, gpu.id if len(profile.gpus) > 1 else "")
         context = f", its driver takes {show_bytes(gpu.context_bytes)}" if gpu.context_bytes else ""
-        memory = "shared with the processor" if gpu.unified_memory else "its own"
+        memory = "shared with the CPU" if gpu.unified_memory else "its own"
         rows.append(
             (
                 "GPU",
                 f"{called} ({gpu.backend}), {show_bytes(gpu.vram_available_bytes)} free of "
                 f"{show_bytes(gpu.vram_total_bytes)}, {memory}{context}, read at {show_rate(gpu.vram_read_bytes_per_s)}; "
-                f"{gpu.step_s * 1e6:.0f} us a window, {gpu.layer_s * 1e6:.0f} us a layer",
+                f"{gpu.step_s * 1e6:.0f} us per window, {gpu.layer_s * 1e6:.0f} us a layer",
             )
         )
     if profile.wireless:
@@ -62,7 +62,7 @@ def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], prefill_offload:
         ["GPU helps"] * bool(prefill_offload),
         {speed.type: speed.prefill_flop_per_s for speed in prefill_offload},
     )
-    table = Table("processor", *columns, *with_offload, "extra buffers", "spread", *beside, pad_edge=False)
+    table = Table("CPU", *columns, *with_offload, "extra buffers", "spread", *beside, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     on_gpu = {speed.type: speed for speed in gpu}

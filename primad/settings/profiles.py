@@ -137,7 +137,7 @@ def check_profile(profile: DeviceProfile) -> None:
             "check the units of both",
         )
     if len(profile.cores) > _MAX_CORES or not all(0 <= core < _MAX_CORES for core in profile.cores):
-        raise Implausible("cores", shown(profile.cores), f"expected numbers of processors below {_MAX_CORES}")
+        raise Implausible("cores", shown(profile.cores), f"expected numbers of CPUs below {_MAX_CORES}")
     check_cpu(profile.cpu, profile.ram_read_bytes_per_s)
     check_disk(profile.disk)
     if profile.gpu is None and profile.other_gpus:

@@ -198,7 +198,7 @@ async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], 
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=_LIMIT), CONNECT_S)
     except TimeoutError as exc:
-        raise _UnreachedError("no answer") from exc
+        raise _UnreachedError("no response") from exc
     except OSError as exc:
         raise _UnreachedError(exc.strerror or "no such address") from exc
     try:

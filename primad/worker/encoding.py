@@ -154,7 +154,7 @@ class EncodingService:
         try:
             load = await self._fetch(current.load, number, threads)
             current.child = EncoderChild(load, began=self._began)
-            self._report_line("encoding pictures for the head")
+            self._report_line("encoding images for the head")
             await self._notify(current.state)
             await until_memory_is_short()
         except PrimadError as exc:
@@ -168,7 +168,7 @@ class EncodingService:
                 await self._stopped(current.load.number, error)
 
     async def _stopped(self, number: int, why: str) -> None:
-        self._report_line(f"stops encoding pictures: {why}")
+        self._report_line(f"stops encoding images: {why}")
         await self._notify(MmprojState(number=number, ready=False, error=why))
 
     def _began(self, pid: int) -> None:

@@ -545,7 +545,7 @@ async def test_pictures_of_one_caller_leave_room_for_those_of_others(monkeypatch
     rows = [PictureRows(1, 2, bytes(20))]
     running = Reader(ask(backend, 5, -7, -9, pictures=rows, owner="a"))
     await settled()
-    with pytest.raises(RequestError, match="pictures of your requests") as refused:
+    with pytest.raises(RequestError, match="images of your requests") as refused:
         await anext(ask(backend, 5, -7, -9, pictures=rows, owner="a"))
     assert refused.value.status == 429
     others = [Reader(ask(backend, 5, -7, -9, pictures=rows, owner="b")), Reader(ask(backend, 5, owner="a"))]

@@ -134,7 +134,7 @@ def test_a_window_that_is_not_exact_is_reported_with_both_its_ends(child):
 
 @pytest.mark.parametrize(
     ("end", "replies"),
-    [(ABORTED, ABORTED), ("the child was ended by SIGPROF", "did not end within 60 s of the processor")],
+    [(ABORTED, ABORTED), ("the child was ended by SIGPROF", "did not end within 60 s of CPU time")],
     ids=["aborts", "hangs"],
 )
 def test_a_child_that_aborts_or_hangs_over_windows_forbids_them(child, end, replies):

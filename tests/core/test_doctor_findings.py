@@ -63,8 +63,8 @@ def test_encoders_of_models_are_reported_and_missing_ones_with_the_command():
     )
     found = judge_pictures(PictureFacts(has_mtmd=True, models=models), "python")
     assert levels(found) == ["ok", "warning", "note", "note", "note"]
-    assert "eye sees and hears (1.0 GiB)" in found[0].text
-    assert f"odd takes text alone: {projector}: it has the type 'odd'" in found[1].text
+    assert "eye: vision and audio (1.0 GiB)" in found[0].text
+    assert f"odd accepts text only: {projector}: it has the type 'odd'" in found[1].text
     assert found[1].next == "primad serve --model 'odd' --mmproj none"
     assert found[2].next == "ollama pull llama3.2-vision:11b"
     assert found[3].next == "primad pull hf:acme/Tiny:Q4_0"
@@ -136,7 +136,7 @@ def test_a_port_is_free_ours_or_anothers(port, level, command):
         assert port.owner in found.text
 
 
-# -- devices in sight
+# -- discovered devices
 
 
 def peer(
@@ -238,15 +238,15 @@ def test_nobody_in_sight_is_worth_a_note():
 
 def test_a_device_is_reached_when_one_of_its_addresses_answers():
     near, padding = targets([replace(peer(), addresses=("192.168.1.20", "172.17.0.1"))], "home", ())
-    (found,) = judge_reached({near: "", padding: "no answer within 2 s"})
-    assert (found.level, found.text) == ("ok", "desk answers on 192.168.1.20 port 7770")
+    (found,) = judge_reached({near: "", padding: "no response within 2 s"})
+    assert (found.level, found.text) == ("ok", "desk responds on 192.168.1.20 port 7770")
 
 
 def test_a_device_in_sight_that_does_not_answer_may_have_a_firewall():
     (near,) = targets([peer()], "home", ())
-    (found,) = judge_reached({near: "no answer within 2 s"})
+    (found,) = judge_reached({near: "no response within 2 s"})
     assert (found.level, found.next) == ("warning", "primad doctor    (on desk)")
-    assert "192.168.1.20 port 7770: no answer within 2 s" in found.text
+    assert "192.168.1.20 port 7770: no response within 2 s" in found.text
 
 
 def test_a_named_device_that_does_not_answer_is_to_be_started():
@@ -286,9 +286,9 @@ DROPPING = "table inet filter {\n chain input {\n  type filter hook input priori
         (NOTHING, "ok", "no firewall"),
         (replace(NOTHING, ufw=False), "ok", "no firewall"),
         (replace(NOTHING, ufw=True), "note", "cannot be read without root"),
-        (replace(NOTHING, ufw=True, ufw_rules=OPEN), "ok", "lets port 7770 in"),
-        (replace(NOTHING, ufw=True, ufw_rules="Status: active\n22/tcp ALLOW Anywhere"), "warning", "does not let"),
-        (replace(NOTHING, firewalld_open=("1025-65535/tcp", "mdns")), "ok", "lets primad in"),
+        (replace(NOTHING, ufw=True, ufw_rules=OPEN), "ok", "allows port 7770"),
+        (replace(NOTHING, ufw=True, ufw_rules="Status: active\n22/tcp ALLOW Anywhere"), "warning", "blocks port"),
+        (replace(NOTHING, firewalld_open=("1025-65535/tcp", "mdns")), "ok", "allows primad"),
         (replace(NOTHING, firewalld_open=("7770/tcp", "ssh")), "warning", "the links' TCP ports, mDNS"),
         (replace(NOTHING, present=("nft",)), "note", "cannot be read without root"),
         (replace(NOTHING, present=("nft",), nft=DROPPING, root=True), "warning", "nftables"),
@@ -297,7 +297,7 @@ DROPPING = "table inet filter {\n chain input {\n  type filter hook input priori
         (replace(NOTHING, present=("iptables",), iptables="-P INPUT ACCEPT\n", root=True), "ok", "no firewall"),
         (replace(NOTHING, system="Windows", profile="State      ON"), "note", "Windows"),
         (replace(NOTHING, system="Windows", profile="State      OFF"), "ok", "off"),
-        (replace(NOTHING, system="Windows"), "note", "cannot be asked"),
+        (replace(NOTHING, system="Windows"), "note", "cannot be queried"),
         (replace(NOTHING, system="Darwin", profile="Firewall is enabled. (State = 1)"), "note", "macOS"),
         (replace(NOTHING, system="Darwin", profile="Firewall is disabled. (State = 0)"), "ok", "off"),
     ],
@@ -522,7 +522,7 @@ def test_a_backend_that_sees_no_device_and_a_driver_that_is_silent_are_distingui
     blind = judged(replace(ENGINE, backends=("CUDA",), hardware=(NVIDIA,)))[1]
     silent = judged(replace(ENGINE, hardware=(replace(NVIDIA, usable=False),)))[1]
     assert "sees no device" in blind.text
-    assert "driver does not answer" in silent.text
+    assert "driver does not respond" in silent.text
     assert (blind.next, silent.next) == ("nvidia-smi", "nvidia-smi")
 
 
@@ -537,7 +537,7 @@ def test_llama_cpp_that_is_missing_or_does_not_run_is_an_error():
 def test_a_driver_that_ends_llama_cpp_costs_the_gpu_alone():
     found = judged(replace(ENGINE, backends=("Vulkan",), devices="a trial was ended by SIGABRT", hardware=(NVIDIA,)))
     assert levels(found) == ["ok", "warning"]
-    assert "SIGABRT; the processor computes" in found[1].text
+    assert "SIGABRT; the CPU computes" in found[1].text
     assert found[1].next == "vulkaninfo --summary"
 
 

@@ -140,7 +140,7 @@ def test_the_draft_line_of_a_group_names_the_device_of_the_model_and_its_partner
     planned = best_plan(replace(question, draft=draft, max_ranks=2))
     for drafted, line in (
         (planned, "drafts on desk, which shares layers with laptop"),
-        (replace(planned, draft_device=None), f"drafts nothing: {no_room(GB)}"),
+        (replace(planned, draft_device=None), f"is not used: {no_room(GB)}"),
     ):
         assert draft_place_line(Forecast.of_planned(drafted, NOTHING_LEARNT), GB) == line
 
@@ -167,9 +167,7 @@ def test_a_plan_whose_head_has_no_room_places_the_draft_model_elsewhere_or_repor
         shown = io.StringIO()
         show(answer, Console(width=300, file=shown))
         printed.append(shown.getvalue())
-    assert (
-        "toy drafts nothing: no device has 5.00 GB of memory for it besides its layers; choose a smaller" in printed[0]
-    )
+    assert "toy is not used: no device has 5.00 GB of memory for it besides its layers; choose a smaller" in printed[0]
     assert "toy takes 5.00 GB of box and" in printed[1]
 
 

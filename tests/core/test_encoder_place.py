@@ -80,5 +80,5 @@ def test_the_plan_shows_where_pictures_are_encoded_and_how_long_one_takes():
     out = Console(file=io.StringIO(), width=200)
     show(answer, out)
     printed = out.file.getvalue()
-    assert "a picture takes about" in printed
+    assert "an image takes about" in printed
     assert "on b (CUDA0)" in printed

@@ -98,11 +98,11 @@ def test_a_file_that_ends_within_its_header_is_refused(data):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "not a picture"),
-        (b"<svg/>", "not a picture"),
-        (b"P6 2 2 255 ", "not a picture"),
-        (b"ID3\x04", "not a picture"),
-        (b"RIFF\0\0\0\0WAVEfmt ", "not a picture"),
+        (b"", "not an image"),
+        (b"<svg/>", "not an image"),
+        (b"P6 2 2 255 ", "not an image"),
+        (b"ID3\x04", "not an image"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "not an image"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "ends within its header"),
         (b"RIFF\0\0\0\0WEBPVP9 " + bytes(40), "WebP of an unknown kind"),
         (b"RIFF\0\0\0\0WEBPVP8L" + bytes(40), "WebP of an unknown kind"),

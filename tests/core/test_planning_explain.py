@@ -124,8 +124,8 @@ def test_the_head_that_was_named_is_the_head():
 @pytest.mark.parametrize(
     ("devices", "links", "words"),
     [
-        ((device("desk", ram=12 * GB),), (), "compute of desk (100 % of a token: 20 layers on the CPU)"),
-        ((device("desk", ram=12 * GB, vram=12 * GB),), (), "100 % of a token: 20 layers on the GPU)"),
+        ((device("desk", ram=12 * GB),), (), "compute of desk (100 % of the time per token: 20 layers on the CPU)"),
+        ((device("desk", ram=12 * GB, vram=12 * GB),), (), "100 % of the time per token: 20 layers on the GPU)"),
         ((device("pi", ram=3 * GB, disk=0.2e9),), (), "the disk of pi: "),
         (
             (device("a", ram=4 * GB, disk=0.01e9), device("b", ram=4 * GB, disk=0.01e9)),
@@ -135,7 +135,7 @@ def test_the_head_that_was_named_is_the_head():
         (
             (device("a", ram=4 * GB, disk=0.01e9), device("b", ram=4 * GB, disk=0.01e9)),
             ("1Gbit/s,2ms,20s",),
-            "at 2.00 ms round trip, one message of twenty 20.0 s late)",
+            "at 2.00 ms round trip, p95 delay +20.0 s)",
         ),
     ],
 )
@@ -274,5 +274,5 @@ def test_an_encoder_takes_memory_of_the_head_and_the_plan_shows_what_the_model_c
     assert (found.model.sees, found.model.hears, found.model.encoder_bytes) == (True, False, GB)
     console = Console(file=io.StringIO(), width=200)
     show(found, console)
-    assert re.search(r"sees +with its encoder, which takes .* of desk", console.file.getvalue())
+    assert re.search(r"vision +with its encoder, which takes .* of desk", console.file.getvalue())
     assert best_plan(asked).solved.solution.plan.head == answer.head

@@ -42,7 +42,7 @@ def test_sounds_of_known_kinds_are_taken(data):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (wav(stated=1 << 31), "ends before its sound"),
+        (wav(stated=1 << 31), "ends before its audio"),
         (wav(rate=4_000, samples=4_000 * (MAX_SECONDS + 1)), "lasts 601 s"),
         (wav(samples=0), "lasts 0 s"),
         (wav(samples=100), "0.01 to 600 s"),
@@ -53,7 +53,7 @@ def test_sounds_of_known_kinds_are_taken(data):
         (wav(before=wav()[12:36]), "two format headers"),
         (wav()[:30], "within its header"),
         (wav()[:12] + struct.pack("<4sI", b"LIST", 1 << 31), "within its header"),
-        (b"RIFF" + bytes(4) + b"WAVE" + struct.pack("<4sI", b"data", 0), "ends before its sound"),
+        (b"RIFF" + bytes(4) + b"WAVE" + struct.pack("<4sI", b"data", 0), "ends before its audio"),
         (flac(samples=0), "lasts 0 s"),
         (flac(samples=(1 << 36) - 1), "600 s"),
         (flac(rate=0), "with its header"),

@@ -30,7 +30,7 @@ def test_each_device_is_named_with_what_it_waits_for():
     shell = head(3)
     shell.notify(m.Seen("bo", False))
     assert line(shell, "mini") == (
-        "waiting for 3 of 3 devices: bo is in sight, but not paired ('primad pair' shows a code for it); "
+        "waiting for 3 of 3 devices: bo was discovered, but is not paired ('primad pair' shows a code for it); "
         "mini is paired and is measuring itself, about 6 s more; start 'primad join' on the others"
     )
 
@@ -42,7 +42,8 @@ def test_many_strangers_are_not_named_and_one_more_is_no_news():
         shell.notify(m.Seen(f"stranger-{number}", False))
     shown = line(shell)
     assert shown == (
-        "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile; many untrusted devices are in sight"
+        "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile; "
+        "many untrusted devices were discovered"
     )
     shell.notify(m.Seen("another", False))
     assert line(shell) == shown

@@ -235,9 +235,9 @@ async def test_mdns_reveals_only_public_data_and_garbage_there_costs_nothing(att
                 sender.sendto(data, ("127.0.0.1", 5353))
         async with impostors(attacked.cluster, attacked.name("w1"), 8):
             # The head, which saw the worker before, gives the impostor another name.
-            namesake = f"it is ignored|{attacked.name('w1')}-2 is in sight, but not paired"
+            namesake = f"it is ignored|{attacked.name('w1')}-2 was discovered, but is not paired"
             await asyncio.to_thread(attacked.head.run.wait_for, namesake)
-            await asyncio.to_thread(attacked.head.run.wait_for, "fake-7 is in sight, but not paired")
+            await asyncio.to_thread(attacked.head.run.wait_for, "fake-7 was discovered, but is not paired")
 
 
 async def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(attacked: AttackedCluster):

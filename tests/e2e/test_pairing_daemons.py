@@ -97,7 +97,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
     with ExitStack() as stack:
         head = a_head(stack, ours, tiny, cluster)
         stranger = a_worker(stack, theirs, cluster)
-        head.run.wait_for("^worker is in sight, but not paired; 'primad pair' here shows a code")
+        head.run.wait_for("^worker was discovered, but is not paired; 'primad pair' here shows a code")
         assert stranger.stop() == 0
 
         code, place = shown(ours)

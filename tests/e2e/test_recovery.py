@@ -139,7 +139,7 @@ def test_a_worker_freezes_and_returns(lab):
         lab.continues_after(
             lambda: freeze(run),
             "SIGSTOP of a worker",
-            f"^{lost} is gone: no sign of life",
+            f"^{lost} is gone: no message",
             limit="recovery from silence",
         )
     finally:

@@ -279,7 +279,7 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
 async def encoded(data: bytes, called: str) -> EncodedPicture:
     """An image or audio as four rows of two numbers between two tokens; other data than PNG and audio is refused."""
     if not data.startswith(b"\x89PNG") and not is_sound(data):
-        raise RequestError(f"{called}: the picture cannot be decoded", param=called)
+        raise RequestError(f"{called}: the image cannot be decoded", param=called)
     rows = EmbeddedRun(rows=4, looks_ahead=True, content=bytes(32))
     digest = hashlib.sha256(data).hexdigest()
     return EncodedPicture(digest=digest, runs=(TokenRun((IM_START,)), rows, TokenRun((IM_END,))))

@@ -60,8 +60,8 @@ def test_audio_is_chosen_or_recorded_played_removed_and_sent_if_the_model_takes_
     backend.served = replace(backend.served, sees=True)
     with served(backend) as url:
         page = open_page(url)
-        expect(page.get_by_label("Add pictures or sound")).to_be_visible()
-        expect(page.get_by_label("Record sound")).to_be_hidden()
+        expect(page.get_by_label("Add images or audio")).to_be_visible()
+        expect(page.get_by_label("Record audio")).to_be_hidden()
     backend.served = replace(backend.served, hears=True)
     with served(backend) as url:
         page = open_page(url)

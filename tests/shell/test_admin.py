@@ -188,7 +188,7 @@ def test_an_unresponsive_daemon_is_one_clear_error(tmp_path):
         silent.bind((LOOPBACK, 0))
         silent.listen()
         note(tmp_path, port=silent.getsockname()[1])
-        with pytest.raises(ClusterError, match=r"has not answered for 0.2 s; look at its terminal"):
+        with pytest.raises(ClusterError, match=r"has not responded for 0.2 s; look at its terminal"):
             ask(tmp_path, Describe(), 0.2)
 
 
@@ -214,7 +214,7 @@ async def test_another_identity_gets_nothing(tmp_path):
         load_identity(other)
         (other / "run").mkdir()
         shutil.copy(note_path(home), note_path(other))
-        with pytest.raises(ClusterError, match="has not answered"):
+        with pytest.raises(ClusterError, match="has not responded"):
             await reply_to(other, Pause(), 0.3)
         assert await sent_by_stranger(home, load_identity(home).public) is None
         assert handled == []

@@ -159,7 +159,7 @@ def test_a_picture_is_sent_with_the_question_after_it(chat: Types, endpoint: End
     bad.write_bytes(b"no picture")
     code, out, err = chat(lines=("/image", f"/image {bad}", f"/image {good}", "what?"))
     assert (code, out) == (0, "a cat\n")
-    assert "not a picture of a known format" in err
+    assert "not an image of a known format" in err
     ((picture, text),) = endpoint.contents(0)
     assert base64.b64decode(picture["image_url"]["url"].partition(",")[2]) == noise(1)
     assert text == {"type": "text", "text": "what?"}

@@ -324,7 +324,7 @@ PEER = Peer(
 
 @pytest.fixture
 def sight(monkeypatch) -> list[Peer]:
-    """The devices in sight, filled in by the test."""
+    """The discovered devices, filled in by the test."""
     peers: list[Peer] = []
 
     async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
@@ -343,7 +343,7 @@ def listed(command, *arguments: str) -> dict[str, dict]:
 def test_without_devices_in_sight_only_the_own_key_is_shown(command, sight, home):
     code, out, _ = command("devices")
     assert code == 0
-    assert "no device in sight; start 'primad join' on one" in out
+    assert "no device discovered; start 'primad join' on one" in out
     own = load_identity(home).public
     assert f"its key: {key_hex(own)}" in out
     assert fingerprint(own) in out
@@ -362,10 +362,10 @@ def test_devices_are_listed_with_trust_and_state(command, sight, home):
     ]
     rows = listed(command)
     assert {name: (row["trusted"], row["state"]) for name, row in rows.items()} == {
-        "desk": ("yes", "in sight"),
+        "desk": ("yes", "discovered"),
         "lamp": ("revoked", "shows a code"),
-        "stranger": ("no", "in sight"),
-        "attic": ("yes", "not in sight"),
+        "stranger": ("no", "discovered"),
+        "attic": ("yes", "not discovered"),
     }
     assert rows["desk"]["addresses"] == ["192.168.1.20", "fe80::1%eth0"]
     assert (rows["desk"]["fingerprint"], rows["desk"]["key"]) == (fingerprint(DESK), key_hex(DESK))
@@ -414,7 +414,7 @@ def test_a_head_is_reached_by_the_name_or_the_address_that_devices_shows(sight, 
         ):
             reached(None, "lamp", None)
         with pytest.raises(
-            ClusterError, match="--head attic: no head of this name is in sight; 'primad devices' lists"
+            ClusterError, match="--head attic: no head of this name was discovered; 'primad devices' lists"
         ):
             reached(None, "attic", None)
         sight.append(replace(head, key=ATTIC, addresses=("10.0.0.9",)))
@@ -432,7 +432,7 @@ def test_a_running_daemon_supplies_the_states(command, sight, daemon):
     sight += [PEER, replace(PEER, device="lamp", key=LAMP)]
     daemon[admin.Describe] = Described(status={"devices": {"desk": "serving layers 0-9"}})
     states = {name: row["state"] for name, row in listed(command).items()}
-    assert states == {"desk": "serving layers 0-9", "lamp": "in sight"}
+    assert states == {"desk": "serving layers 0-9", "lamp": "discovered"}
 
 
 def test_names_are_labels_of_keys_and_introduced_devices_are_marked(command, sight, daemon, home):
@@ -442,8 +442,8 @@ def test_names_are_labels_of_keys_and_introduced_devices_are_marked(command, sig
     rows = json.loads(command("devices", "--json")[1])
     assert [(row["device"], row["key"], row["trusted"], row["state"]) for row in rows] == [
         ("den", key_hex(DESK), "yes", "serving"),
-        ("den", key_hex(LAMP), "no", "in sight"),
-        ("attic", key_hex(ATTIC), "introduced", "in sight"),
+        ("den", key_hex(LAMP), "no", "discovered"),
+        ("attic", key_hex(ATTIC), "introduced", "discovered"),
     ]
 
 

@@ -178,7 +178,7 @@ async def test_a_reply_to_a_vanished_head_is_dropped_silently():
 
 async def test_a_silent_worker_is_given_up():
     async with silent_worker() as (_, head):
-        with pytest.raises(ClusterError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
+        with pytest.raises(ClusterError, match=r"no response from 127\.0\.0\.1:\d+ within 0\.05 s"):
             await head.receive(0.05)
 
 
@@ -200,7 +200,7 @@ async def test_a_device_with_another_key_receives_nothing():
         right = head_end(context, worker, WORKER.public)
         await right.send(Release(epoch=2))
         assert (await worker.receive())[2] == Release(epoch=2)
-        with pytest.raises(ClusterError, match="no answer"):
+        with pytest.raises(ClusterError, match="no response"):
             await wrong.receive(0.2)
 
 

@@ -40,7 +40,7 @@ def test_the_only_encoder_next_to_the_only_model_is_chosen(model, tmp_path):
     only = encoder(tmp_path, "mmproj-model-f16.gguf")
     found, line = encoder_file(AUTO, model, None)
     assert found.path == only
-    assert f"may have pictures, which {only} encodes" in line
+    assert f"may have images, which {only} encodes" in line
     assert found.memory_bytes > only.stat().st_size + BESIDE_BYTES
 
 
@@ -114,7 +114,7 @@ def test_an_encoder_of_an_unsupported_type_is_refused_by_name_everywhere(command
     with pytest.raises(ConfigError, match=r"mmproj-F16\.gguf: it has the type 'cogvlm', which .* \(--mmproj none\)"):
         encoder_file(unknown, model, None)
     found, line = encoder_file(AUTO, model, None)
-    assert (found.path, line.startswith(f"no pictures: {unknown}: it has the type 'cogvlm'")) == (None, True)
+    assert (found.path, line.startswith(f"no images: {unknown}: it has the type 'cogvlm'")) == (None, True)
     assert f"cannot be used: {unknown.name}: it has the type 'cogvlm'" in found.lacks, "clients get no folders"
     code, out, err = command("models", "--models", tmp_path, "--json")
     assert code == 0
@@ -168,7 +168,7 @@ def test_a_file_that_is_no_encoder_is_refused_if_named_and_skipped_if_found(mode
         found, line = encoder_file(AUTO, model, None)
         assert found.path is None
         assert "cannot be used" in found.lacks
-        assert "no pictures" in line
+        assert "no images" in line
 
 
 def test_plan_fit_and_models_report_vision(command, model, tmp_path):

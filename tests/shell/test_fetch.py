@@ -476,14 +476,14 @@ LIES: dict[str, tuple[Answer, str]] = {
     "two pieces": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), b"a", b"b"]), "3 frames"),
     "another place": (
         chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=CHUNK_BYTES)), b"a"]),
-        "another piece than it was asked for",
+        "a different piece than requested",
     ),
     "a crooked place": (chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=4)), b"a"]), "not asked for"),
     "a negative place": (
         chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=-CHUNK_BYTES)), b"a"]),
-        "another piece than it was asked for",
+        "a different piece than requested",
     ),
-    "another layer": (chunk_lie(lambda ask: [encode(Chunk(digest="cd" * 32, offset=0)), b"a"]), "another piece"),
+    "another layer": (chunk_lie(lambda ask: [encode(Chunk(digest="cd" * 32, offset=0)), b"a"]), "a different piece"),
     "too much": (
         chunk_lie(lambda ask: [encode(Chunk(digest=ask.digest, offset=0)), bytes(9999)]),
         "not those of layer",
@@ -497,7 +497,7 @@ LIES: dict[str, tuple[Answer, str]] = {
     "no tree": (tree_lie(lambda ask: [encode(Digests(digest=ask.digest, tree=b""))]), "digests of chunks"),
     "a tree of another layer": (
         tree_lie(lambda ask: [encode(Digests(digest="cd" * 32, tree=bytes(32)))]),
-        "another piece",
+        "a different piece",
     ),
     "a tree refused": (tree_lie(lambda ask: [encode(NoChunk(digest=ask.digest, offset=None, reason="no"))]), ": no"),
 }
@@ -535,7 +535,7 @@ async def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
             async with links() as context:
                 await fetch(context, [vanished], layers[:1], cache, **PATIENT)
 
-        with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
+        with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing responds there"):
             await once()
 
 

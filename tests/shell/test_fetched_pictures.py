@@ -153,8 +153,8 @@ def test_a_picture_by_url_is_encoded_like_one_in_the_request():
 def test_the_number_of_pictures_by_url_is_limited_and_file_urls_are_refused():
     made = backend(fetches=True)
     many = post(made, CHAT, **message_with_urls(*(f"https://example.org/{number}" for number in range(17))))
-    assert (many.status_code, "16 pictures by URL" in many.text) == (400, True)
-    assert "fetches no pictures (file: URL)" in post(made, CHAT, **message_with_urls("file:///etc/passwd")).text
+    assert (many.status_code, "16 images by URL" in many.text) == (400, True)
+    assert "fetches no images (file: URL)" in post(made, CHAT, **message_with_urls("file:///etc/passwd")).text
 
 
 async def fetched(url: str, called: str) -> bytes:

@@ -528,7 +528,7 @@ async def test_an_unpaired_device_is_named_once_and_not_contacted(lab):
             here.discovery.sees(stranger, addresses=("127.0.0.1", "127.0.0.2"))
             here.discovery.sees(stranger)
         assert [line for line in here.printed if "stranger" in line] == [
-            "stranger is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there"
+            "stranger was discovered, but is not paired; 'primad pair' here shows a code for 'primad join --code' there"
         ]
         assert stranger.knocks == 0
 
@@ -654,7 +654,7 @@ async def test_a_silent_device_causes_a_shadow_ring_that_serves_once_it_is_gone(
         await stream.has(10)
         assert await here.serves("lap", after=first.epoch) is shadow
         assert [each.sampled for each in shadow.generates] == [[10]]
-        assert "no sign of life for" in await here.emits("nas is gone")
+        assert "no message for" in await here.emits("nas is gone")
         stream.task.cancel()
 
 
@@ -667,7 +667,7 @@ async def test_a_silent_device_that_replies_again_keeps_its_ring(lab):
         nas.silent = True
         shadow = await here.rings.find(lambda each: each.epoch > first.epoch and each.formed)
         nas.silent = False
-        await here.emits("nas answers again")
+        await here.emits("nas responds again")
         await here.rings.find(lambda each: each is shadow and each.closed)
         first.draw(request, 10)
         first.finish(request)

@@ -163,7 +163,7 @@ async def test_a_stuck_step_is_attributed_to_the_devices_before_and_after_it(own
     if parties is None:
         await ring._find_fault(overdue(head_ring.LOST_S))
         return
-    with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ passed it on") as caught:
+    with pytest.raises(StuckStepError, match=r"step 12 has been in flight for 4\.0 s: \w+ passed it on") as caught:
         await ring._find_fault(overdue(head_ring.LOST_S))
     assert attributed(caught.value, PAIR, EPOCH).parties == parties
 
@@ -432,5 +432,5 @@ async def test_a_device_listens_for_a_group_only_if_it_is_in_one():
         part = Stage(deaf, SimpleNamespace(epoch=1, group=group), lambda *_: None)
         loaded = Loaded(port=1, key=key, group_port=port)
         part.hear(StageState(epoch=1, loaded=loaded, linked=False, broken=None))
-        assert "listens as what it is not" in str(part.broken.result())
+        assert "listens in another role than its own" in str(part.broken.result())
         assert not part.loaded.done()

@@ -42,7 +42,7 @@ async def test_strangers_without_end_are_not_named_without_end(lab):
         here.device("nas")
         here.start()
         await here.serves("nas")
-        assert sum("is in sight, but not paired" in line for line in here.printed) == MAX_REPORTED
+        assert sum("was discovered, but is not paired" in line for line in here.printed) == MAX_REPORTED
         assert sum("more untrusted devices" in line for line in here.printed) == 1
 
 

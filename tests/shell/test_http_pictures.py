@@ -177,9 +177,9 @@ def test_without_an_encoder_the_error_names_the_missing_file(path):
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("https://example.org/a.png", "fetches no pictures (https: URL)"),
-        ("http://127.0.0.1/a.png", "fetches no pictures (http: URL)"),
-        ("file:///etc/passwd", "fetches no pictures (file: URL)"),
+        ("https://example.org/a.png", "fetches no images (https: URL)"),
+        ("http://127.0.0.1/a.png", "fetches no images (http: URL)"),
+        ("file:///etc/passwd", "fetches no images (file: URL)"),
         ("data:video/mp4;base64,AAAA", "is of type video"),
         ("data:image/png;base64,?", "not the base64"),
         ("data:image/png;base64,", "not the base64"),
@@ -201,11 +201,11 @@ def test_audio_is_accepted_by_models_with_audio_input_and_refused_by_name_elsewh
     made = backend(hears=True)
     assert post(made, CHAT, **body).status_code == 200
     assert shown(made.calls[0].prompt) == "^[user]See <>>"
-    assert "takes pictures, and no sound" in post(backend(), CHAT, **body).json()["error"]["message"]
+    assert "accepts images, but no audio" in post(backend(), CHAT, **body).json()["error"]["message"]
     deaf = FakeBackend(replies("ok"))
     assert "no encoder" in post(deaf, CHAT, **body).json()["error"]["message"]
-    made.served = replace(made.served, sees=False, lacks_encoder="it takes no pictures")
-    assert "it takes no pictures" in post(made, CHAT, **BODIES[CHAT]).text
+    made.served = replace(made.served, sees=False, lacks_encoder="it accepts no images")
+    assert "it accepts no images" in post(made, CHAT, **BODIES[CHAT]).text
     assert call(made, "GET", "/props").json()["modalities"] == {"vision": False, "audio": True}
 
 
@@ -215,7 +215,7 @@ def test_audio_is_accepted_in_dialects_that_have_it_and_refused_with_an_alternat
     items = [{"role": "user", "content": [{"type": "input_text", "text": "See "}, part]}]
     assert post(made, "/v1/responses", input=items).status_code == 200
     assert shown(made.calls[0].prompt) == "^[user]See <>>"
-    assert "takes pictures, and no sound" in post(backend(), "/v1/responses", input=items).text
+    assert "accepts images, but no audio" in post(backend(), "/v1/responses", input=items).text
     for lacking in ({"type": "input_audio"}, part | {"input_audio": "x"}):
         assert "input_audio" in post(made, "/v1/responses", input=[{"role": "user", "content": [lacking]}]).text
     made.served = replace(made.served, sees=False)
@@ -225,10 +225,10 @@ def test_audio_is_accepted_in_dialects_that_have_it_and_refused_with_an_alternat
         {"prompt": "?", "audio": "A"},
     ):
         answer = post(made, OLLAMA if "messages" in body else "/api/generate", model="toy", **body)
-        assert (answer.status_code, "send sound among images" in answer.text) == (400, True)
+        assert (answer.status_code, "send audio among images" in answer.text) == (400, True)
     audio = {"type": "audio", "source": {"type": "base64", "media_type": "audio/wav", "data": based(ONE)}}
     answer = post(made, "/v1/messages", **BODIES["/v1/messages"] | {"messages": [{"role": "user", "content": [audio]}]})
-    assert "audio blocks are not supported: this API has no sound; send it to /v1/chat/completions" in answer.text
+    assert "audio blocks are not supported: this API takes no audio; send it to /v1/chat/completions" in answer.text
 
 
 @pytest.mark.parametrize("kind", ["audio_url", "video_url", "file", "input_file"])
@@ -250,7 +250,7 @@ def test_errors_name_the_field_of_the_dialect():
     answer = post(backend(), "/v1/responses", instructions="s", input=[{"role": "user", "content": parts}])
     assert "input[0].content[0]: this server fetches" in answer.text
     answer = post(backend(), "/completion", prompt={"prompt_string": "no marker", "multimodal_data": [based(ONE)]})
-    assert "0 markers <__media__> in its text, and 1 pictures" in answer.text
+    assert "0 markers <__media__> in its text, and 1 images" in answer.text
 
 
 def test_a_picture_without_data_is_refused_with_the_missing_field():
@@ -268,7 +268,7 @@ def test_the_number_of_pictures_is_bounded():
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}] * 10_000
     response = post(backend(), CHAT, messages=[{"role": "user", "content": parts}])
     assert response.status_code == 400
-    assert "messages[0].content[100]: a request may have 100 pictures; this one has 10000" in response.text
+    assert "messages[0].content[100]: a request may have 100 images; this one has 10000" in response.text
 
 
 def test_the_pictures_of_all_prompts_of_a_request_are_encoded_and_counted_together():
@@ -280,7 +280,7 @@ def test_the_pictures_of_all_prompts_of_a_request_are_encoded_and_counted_togeth
     assert post(made, "/completion", prompt=prompts).status_code == 200
     assert [len(each.prompt) for each in made.calls] == [3 + SIZE] * 2
     response = post(backend(), "/completion", prompt=[prompts[0]] * 101)
-    assert "prompt[100].multimodal_data[0]: a request may have 100 pictures" in response.text
+    assert "prompt[100].multimodal_data[0]: a request may have 100 images" in response.text
     response = post(backend(), "/completion", prompt=[1, prompts[0]])
     assert (response.status_code, "a separate prompt" in response.text) == (400, True)
 
@@ -289,7 +289,7 @@ def test_a_template_that_leaves_a_picture_out_is_named():
     made = backend("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
     messages = [{"role": "tool", "tool_call_id": "c", "content": [PICTURE]}, {"role": "user", "content": "?"}]
     response = post(made, CHAT, messages=messages)
-    assert response.status_code == 200 or "leaves this picture out" in response.text
+    assert response.status_code == 200 or "leaves this image out" in response.text
 
 
 def test_clients_can_see_that_the_model_has_vision():

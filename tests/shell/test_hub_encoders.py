@@ -113,7 +113,7 @@ def test_a_model_is_served_without_an_encoder_that_cannot_be_fetched_until_the_n
     hub.after[ENCODER] = 0
     _, options, err = serve(*words)
     assert options.projector is None
-    assert f"no pictures: the encoder is missing: hf:{REPO}" in err
+    assert f"no images: the encoder is missing: hf:{REPO}" in err
     assert f"'primad pull hf:{REPO}:Q8_0' fetches it, or the next start does" in err
     assert not planned(command)["sees"]
     hub.after.clear()

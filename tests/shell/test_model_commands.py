@@ -125,7 +125,7 @@ def test_a_model_with_a_picture_encoder_is_listed_with_vision(command, user, ser
     model = toy(user / "mine" / "x-Q8_0.gguf", "a")
     encoder = user / "mine" / "mmproj-x.gguf"
     write_encoder(encoder, "gemma3", 64)
-    assert "folder; sees\n" in command("models", "--models", user / "mine")[1]
+    assert "folder; vision\n" in command("models", "--models", user / "mine")[1]
     for words, expected in ((("--mmproj", encoder), encoder), (("--mmproj", "none"), Path("none")), ((), Path("auto"))):
         assert command("serve", "--models", user / "mine", "--model", "x", *words)[0] == 0
         ((source, options),) = served

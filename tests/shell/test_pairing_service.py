@@ -191,7 +191,7 @@ async def test_a_device_that_lists_dead_addresses_takes_only_its_turn(
             joining.sees(desk.port, addresses=("192.0.2.1", HOST))
             joining.sees(desk.port)
             assert await joining.pairs() == DESK.key
-            assert any("does not answer within 60 s; another device" in line for line in joining.printed)
+            assert any("does not respond within 60 s; another device" in line for line in joining.printed)
 
 
 async def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):

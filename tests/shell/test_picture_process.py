@@ -142,7 +142,7 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
             await asyncio.sleep(0)
         assert await service.encode(noise(1), "a") is first, "what is kept waits for no other picture"
         os.kill(service.pid, signal.SIGKILL)
-        with pytest.raises(RingError, match="process for pictures"):
+        with pytest.raises(RingError, match="process for images"):
             await task
         assert await service.encode(noise(1), "a") is first, "what was kept is"
         await service.encode(noise(2), "a")

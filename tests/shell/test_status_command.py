@@ -158,7 +158,7 @@ def test_it_shows_kv_replication_and_resumed_requests(command, endpoint):
 def test_it_shows_where_pictures_are_encoded(command, endpoint):
     pictures = {"device": "lap", "alive": False, "encoded": 3, "encoded_elsewhere": 2}
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"pictures": pictures}))
-    assert "3 pictures encoded, 2 by other devices; lap encodes" in command("status", "--url", endpoint.url)[1]
+    assert "3 images encoded, 2 by other devices; lap encodes" in command("status", "--url", endpoint.url)[1]
 
 
 def test_it_shows_the_acceptance_of_drafts(command, endpoint):

@@ -568,7 +568,7 @@ async def test_a_stranger_gets_no_reply(lab):
     async with lab() as lap:
         stranger = lap.head("stranger", STRANGER)
         await stranger.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
-        with pytest.raises(ClusterError, match="no answer"):
+        with pytest.raises(ClusterError, match="no response"):
             await stranger._end.receive(0.4)
         await lap.head().takes()
 

@@ -203,7 +203,7 @@ async def test_the_head_encodes_a_picture_that_a_worker_cannot_finish(tmp_path):
                 case "stopped":
                     await home.worker.service.stop("memory is short on this device")
             assert await task == expected
-            assert home.printed[-1].startswith("lap does not encode pictures: ")
+            assert home.printed[-1].startswith("lap does not encode images: ")
             assert await home.pictures.encode(noise(2), "a") == expected
             assert home.pictures.encoded_elsewhere == before + 1, "it is not tried again at once"
             assert home.remote.device is None
@@ -223,7 +223,7 @@ async def test_a_picture_in_progress_delays_no_end_and_another_plan_leaves_nothi
         await home.remote.follow_plan()
         assert not home.worker.service._loadings
         assert await task == expected, "by the head"
-        assert home.printed == ["lap encodes pictures"]
+        assert home.printed == ["lap encodes images"]
 
 
 async def test_a_worker_without_the_file_or_a_reply_costs_no_picture(tmp_path, monkeypatch):
@@ -316,5 +316,5 @@ def test_embeddings_that_do_not_fit_the_model_are_refused(runs):
 
 
 def test_another_picture_is_refused():
-    with pytest.raises(ProtocolError, match="not the requested picture"):
+    with pytest.raises(ProtocolError, match="not the requested image"):
         check_encoded(GOOD, "other", width=8, vocabulary=9)

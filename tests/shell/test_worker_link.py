@@ -207,8 +207,8 @@ async def test_a_device_that_sends_only_unrelated_messages_is_given_up():
         keys = new_identity()
         end = WorkerEnd(context, HOST, None, 0, identity=keys)
         talking = asyncio.create_task(chatter(end))
-        printed = "no answer"
-        while printed.startswith("no answer"):  # on a busy machine, pauses between messages may be longer
+        printed = "no response"
+        while printed.startswith("no response"):  # on a busy machine, pauses between messages may be longer
             with pytest.raises(ClusterError) as refused:
                 await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
             printed = str(refused.value)
@@ -275,7 +275,7 @@ async def test_a_refusal_or_a_missing_reply_is_one_clear_error():
             await link_to(context, device, observer)
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
         device.silent = True
-        with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
+        with pytest.raises(ClusterError, match=r"^no response from 127\.0\.0\.1:\d+ within 0\.3 s$"):
             await greet(caller(context, hello_timeout_s=0.3), end, observer, "nas")
         assert observer.gone == []
 

@@ -130,7 +130,7 @@ class ModelSettings:
     sees: bool = False
     hears: bool = False
     fetches: bool = False
-    lacks_encoder: str = "the model has no encoder for pictures"
+    lacks_encoder: str = "the model has no encoder for images"
 
     @property
     def all_names(self) -> tuple[str, ...]:

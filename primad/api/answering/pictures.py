@@ -46,7 +46,7 @@ class PicturesWantedError(Exception):
     """A request has ``pictures`` whose token ids are not known yet. Prepare it again when they are."""
 
     def __init__(self, pictures: list[Picture]) -> None:
-        super().__init__(f"{len(pictures)} pictures are to be encoded first")
+        super().__init__(f"{len(pictures)} images are to be encoded first")
         self.pictures = pictures
 
 
@@ -97,14 +97,14 @@ def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, 
     takes = {"picture": served.sees, "sound": served.hears, "": served.sees or served.hears}
     if (refused := next((each for each in sent if not takes[each.kind]), None)) is not None:
         hears_nothing = refused.kind == "sound" and served.sees
-        why = "the model's encoder takes pictures, and no sound" if hears_nothing else served.lacks_encoder
+        why = "the model's encoder accepts images, but no audio" if hears_nothing else served.lacks_encoder
         raise RequestError(f"{refused.called}: {why}", code="no_pictures", param=refused.called, of_model=True)
     if len(sent) > MAX_PICTURES:
         at = sent[MAX_PICTURES].called
-        raise RequestError(f"{at}: a request may have {MAX_PICTURES} pictures; this one has {len(sent)}", param=at)
+        raise RequestError(f"{at}: a request may have {MAX_PICTURES} images; this one has {len(sent)}", param=at)
     pictures = {marker_of(each.source): _picture(each, fetches=served.fetches) for each in sent}
     if (count := sum(bool(each.url) for each in pictures.values())) > MAX_FETCHED:
-        raise RequestError(f"a request may have {MAX_FETCHED} pictures by URL; this one has {count}", param="messages")
+        raise RequestError(f"a request may have {MAX_FETCHED} images by URL; this one has {count}", param="messages")
     digests = {marker: each.digest for marker, each in pictures.items()}
     unseen = {digests[marker]: each for marker, each in pictures.items() if digests[marker] not in served.seen}
     if unseen:
@@ -126,12 +126,12 @@ def _content(sent: SentPicture) -> bytes:
     if (url := _DATA_URL.match(source)) is not None:
         kind = url["type"].partition("/")[0]
         if kind not in ("image", "", "application", "audio"):
-            raise RequestError(f"{sent.called}: is of type {kind}; only pictures are supported", param=sent.called)
+            raise RequestError(f"{sent.called}: is of type {kind}; only images are supported", param=sent.called)
         source = source[url.end() :]
     elif ":" in source[:64]:
         scheme = printable(source.partition(":")[0], 32)
         raise RequestError(
-            f"{sent.called}: this server fetches no pictures ({scheme}: URL); send the file itself, as "
+            f"{sent.called}: this server fetches no images ({scheme}: URL); send the file itself, as "
             "data:image/png;base64,... ('primad serve --fetch-images' allows http and https)",
             code="no_fetching",
             param=sent.called,
@@ -141,7 +141,7 @@ def _content(sent: SentPicture) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        raise RequestError(f"{sent.called}: is not the base64 of a picture file", param=sent.called)
+        raise RequestError(f"{sent.called}: is not the base64 of an image file", param=sent.called)
     return data
 
 
@@ -149,7 +149,7 @@ def check_all_shown(text: str, known: Mapping[str, KnownPicture]) -> None:
     """Raise ``RequestError`` for a picture that the chat template left out of the prompt ``text``."""
     left_out = next((each for marker, each in known.items() if marker not in text), None)
     if left_out is not None:
-        raise RequestError(f"{left_out.called}: the model's chat template leaves this picture out", param="messages")
+        raise RequestError(f"{left_out.called}: the model's chat template leaves this image out", param="messages")
 
 
 def tokens_with_pictures(

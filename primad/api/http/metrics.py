@@ -61,7 +61,7 @@ def _memory(figure: Callable[[MemoryFigures], float | None]) -> _Figure:
 
 
 _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
-    ("answered", "Whether its ring process answered in time (1) or not (0).", lambda device: device.ring is not None),
+    ("answered", "Whether its ring process responded in time (1) or not (0).", lambda device: device.ring is not None),
     ("layers", "Layers on this device.", lambda device: device.layers),
     ("daemon_rss_bytes", "Memory of its daemon.", lambda device: device.daemon_rss_bytes),
     ("rss_bytes", "Memory of its ring process, shared file pages included.", _ring(lambda ring: ring.rss_bytes)),

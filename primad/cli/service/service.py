@@ -13,7 +13,7 @@ NAME: Final = "primad"
 """A machine has one role, so one service; a second one needs another name."""
 DESCRIPTIONS: Final[Mapping[DaemonRole, str]] = {
     "join": "primad: computes on this device for a head",
-    "serve": "primad: serves a language model with the devices in sight",
+    "serve": "primad: serves a language model on paired devices",
 }
 MEMORY_MARGIN_BYTES: Final = 1 << 30
 """Memory of a service beyond ``--max-ram``, which only limits plans: programs, measurements and transfers come on top.

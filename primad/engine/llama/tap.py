@@ -237,7 +237,7 @@ class Tap(dict[int, bool]):
             raise EngineError("llama.cpp computed a window without what its layers add; its build is unknown to primad")
         if self._rope is not None and not self._is_turned and self.cache.keys:
             raise EngineError(
-                "llama.cpp computed a window without a picture's positions; its build is unknown to primad"
+                "llama.cpp computed a window without an image's positions; its build is unknown to primad"
             )
         if self.stream is not None and not self.stream.depart():
             self.clear()  # a router was at an address that had been another node's

@@ -25,16 +25,16 @@ def check_encoded(picture: EncodedPicture, digest: str, *, width: int, vocabular
     Raises ``ProtocolError``.
     """
     if picture.digest != digest or len(picture.encoder) > _NAME_CHARS or not 0 < len(picture.runs) <= MAX_RUNS:
-        raise ProtocolError(f"not the requested picture: {printable(picture.digest[:12])}")
+        raise ProtocolError(f"not the requested image: {printable(picture.digest[:12])}")
     sizes = {_row_bytes(run) for run in picture.runs if isinstance(run, EmbeddedRun)}
     if not sizes <= {4 * width * parts for parts in range(1, MAX_PARTS + 1)} or len(sizes) != 1:
-        raise ProtocolError("a picture's rows have another size than the model's")
+        raise ProtocolError("an image's rows have another size than the model's")
     for run in picture.runs:
         if not isinstance(run, EmbeddedRun):
             if not all(0 <= token < vocabulary for token in run.tokens):
-                raise ProtocolError("a picture with tokens that the model does not have")
+                raise ProtocolError("an image with tokens that the model does not have")
         elif not np.isfinite(np.frombuffer(run.content, "<f4")).all():
-            raise ProtocolError("a picture's rows have NaN or infinite values")
+            raise ProtocolError("an image's rows have NaN or infinite values")
 
 
 def _row_bytes(run: EmbeddedRun) -> int:

@@ -43,10 +43,10 @@ def known_by(path: Path) -> str:
 def why_not(eye: Any, loaded: Any) -> str:
     """Return why the encoder ``eye`` of the model ``loaded`` cannot be served; empty if it can."""
     if not mtmd.mtmd_support_vision(eye) and not mtmd.mtmd_support_audio(eye):
-        return "it takes neither pictures nor sound"
+        return "it accepts neither images nor audio"
     parts = llama.llama_model_n_embd_inp(loaded) // llama.llama_model_n_embd(loaded)
     if parts > MAX_PARTS:
-        return f"{parts - 1} layers of its model take parts of a picture; at most {MAX_PARTS - 1} are supported"
+        return f"{parts - 1} layers of its model take parts of an image; at most {MAX_PARTS - 1} are supported"
     return ""
 
 
@@ -62,7 +62,7 @@ def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
     for layout, width in layouts:
         if found == [turn_of_row(row, rows, layout, width, begin=begin) for row in range(rows)]:
             return layout, width
-    raise EngineError("this model's pictures have RoPE positions of an unknown layout, which is not supported")
+    raise EngineError("this model's images have RoPE positions of an unknown layout, which is not supported")
 
 
 def _of_pixels(stack: ExitStack, data: bytes) -> Any:
@@ -73,7 +73,7 @@ def _of_pixels(stack: ExitStack, data: bytes) -> Any:
     pixels = decoded(data, size)
     bitmap = mtmd.mtmd_bitmap_init(size.width, size.height, (ctypes.c_uint8 * len(pixels)).from_buffer_copy(pixels))
     if not bitmap:
-        raise EngineError("llama.cpp has no memory for a picture")
+        raise EngineError("llama.cpp has no memory for an image")
     stack.callback(mtmd.mtmd_bitmap_free, bitmap)
     return bitmap
 
@@ -140,7 +140,7 @@ class PictureEncoder:
         """Encode the file ``data``. Raises ``ValueError`` if it is no picture or sound, or too large."""
         check_media(data)
         if not self._takes[is_sound(data)]:
-            raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
+            raise ValueError(f"this model's encoder accepts no {'audio' if is_sound(data) else 'images'}")
         with zeroed(), ExitStack() as stack:
             bitmap = self._bitmap(stack, data)
             chunks = self._chunks(stack, bitmap)
@@ -149,7 +149,7 @@ class PictureEncoder:
                 self._open(max(1, MAX_CONTENT_BYTES // (4 * self.width)))
                 chunks = self._chunks(stack, bitmap)
             if self._bytes_of(chunks) > MAX_CONTENT_BYTES:
-                raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
+                raise ValueError(f"the image becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
             runs = tuple(self._runs(chunks))
             return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), encoder=self._known_by, runs=runs)
 
@@ -165,7 +165,7 @@ class PictureEncoder:
         if found.video_ctx:
             stack.callback(mtmd.mtmd_helper_video_free, found.video_ctx)
         if not found.bitmap or found.video_ctx:
-            raise ValueError("the picture, or sound, cannot be decoded: its file is damaged")
+            raise ValueError("the image or audio cannot be decoded: its file is damaged")
         if is_sound(data):
             size = mtmd.mtmd_bitmap_get_n_bytes(found.bitmap)
             samples = ctypes.string_at(mtmd.mtmd_bitmap_get_data(found.bitmap), size) if size else b""
@@ -178,7 +178,7 @@ class PictureEncoder:
         part = mtmd.mtmd_input_part(None, bitmap)
         parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
         if mtmd.mtmd_tokenize_from_parts(self._eye, chunks, parts, 1, False):
-            raise ValueError("the picture has a shape, or the sound a length, that the model's encoder does not take")
+            raise ValueError("the model's encoder does not accept an image of this shape, or audio of this length")
         return chunks
 
     def _bytes_of(self, chunks: Any) -> int:
@@ -197,7 +197,7 @@ class PictureEncoder:
                 pointer = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
                 tokens = tuple(pointer[: count.value])
                 if min(tokens, default=0) < 0:
-                    raise EngineError("the model lacks tokens that its encoder puts around a picture")
+                    raise EngineError("the model lacks tokens that its encoder puts around an image")
                 yield TokenRun(tokens)
                 continue
             content = self._content(chunk, rows * self.width * 4)
@@ -209,10 +209,10 @@ class PictureEncoder:
 
     def _content(self, chunk: Any, size: int) -> bytes:
         if mtmd.mtmd_encode_chunk(self._eye, chunk):
-            raise EngineError("llama.cpp failed to encode a picture")
+            raise EngineError("llama.cpp failed to encode an image")
         content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
         if not np.isfinite(np.frombuffer(content, "<f4")).all():
-            raise EngineError("the model's encoder returned NaN or infinite values for this picture")
+            raise EngineError("the model's encoder returned NaN or infinite values for this image")
         return content
 
     def release(self) -> None:

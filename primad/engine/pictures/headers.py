@@ -58,11 +58,11 @@ def check_picture(data: bytes) -> Size:
     try:
         size = _size_of(data)
     except (struct.error, IndexError):
-        raise ValueError("the picture's file ends within its header") from None
+        raise ValueError("the image's file ends within its header") from None
     if size.width < 1 or size.height < 1:
-        raise ValueError(f"the picture has no pixels: its header says {size.width} x {size.height}")
+        raise ValueError(f"the image has no pixels: its header says {size.width} x {size.height}")
     if size.width * size.height > MAX_PIXELS:
-        raise ValueError(f"a picture may have {MAX_PIXELS:,} pixels; this one has {size.width} x {size.height}")
+        raise ValueError(f"an image may have {MAX_PIXELS:,} pixels; this one has {size.width} x {size.height}")
     return size
 
 
@@ -89,7 +89,7 @@ def _size_of(data: bytes) -> Size:
         return _jpeg_size(data)
     if is_webp(data):
         return _webp_size(data)
-    raise ValueError("not a picture of a known format; send PNG, JPEG, WebP, GIF or BMP")
+    raise ValueError("not an image of a known format; send PNG, JPEG, WebP, GIF or BMP")
 
 
 def _webp_size(data: bytes) -> Size:

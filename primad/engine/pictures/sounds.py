@@ -33,13 +33,13 @@ def check_sound(data: bytes) -> None:
         elif data[:4] == b"fLaC":
             check_seconds(_flac_seconds(data))
     except struct.error:
-        raise ValueError("the sound's file ends within its header") from None
+        raise ValueError("the audio file ends within its header") from None
 
 
 def check_seconds(seconds: float) -> None:
     """Raise ``ValueError`` for a sound that is too long or too short: on a single sample llama.cpp aborts."""
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:
-        raise ValueError(f"a sound may last {MIN_SECONDS:g} to {MAX_SECONDS} s; this one lasts {seconds:.3g} s")
+        raise ValueError(f"audio may last {MIN_SECONDS:g} to {MAX_SECONDS} s; this one lasts {seconds:.3g} s")
 
 
 def check_samples(samples: bytes, rate: int) -> None:
@@ -49,7 +49,7 @@ def check_samples(samples: bytes, rate: int) -> None:
     found = np.frombuffer(samples, np.float32)
     check_seconds(len(found) / rate)
     if not np.abs(found).max() <= MAX_SAMPLE:  # refuses NaN as well
-        raise ValueError("the sound has samples that are not numbers, or beyond any that can be heard")
+        raise ValueError("the audio has samples that are not numbers, or beyond any that can be heard")
 
 
 def _wav_seconds(data: bytes) -> float:
@@ -64,7 +64,7 @@ def _wav_seconds(data: bytes) -> float:
                 raise ValueError("a WAV with samples of an unknown kind")
         if name == b"data":
             if not frame or at + 8 + size > len(data):
-                raise ValueError("the WAV ends before its sound does")
+                raise ValueError("the WAV ends before its audio does")
             seconds: float = size / frame / rate
             return seconds
         at += 8 + size + size % 2

@@ -19,11 +19,11 @@ def decoded(data: bytes, size: Size) -> bytes:
     Transparent pixels have the colour that the file gives them, as in PNG. Raises ``ValueError`` for a damaged file.
     """
     if not WebPImagePlugin.SUPPORTED:
-        raise ValueError("WebP pictures are not supported on this server; send PNG or JPEG")
+        raise ValueError("WebP images are not supported on this server; send PNG or JPEG")
     try:
         with WebPImagePlugin.WebPImageFile(BytesIO(data)) as picture:
             if picture.size != (size.width, size.height):
                 raise ValueError
             return picture.convert("RGB").tobytes()
     except (SyntaxError, EOFError, OSError, ValueError, MemoryError):
-        raise ValueError("the picture cannot be decoded: its file is damaged") from None
+        raise ValueError("the image cannot be decoded: its file is damaged") from None

@@ -327,7 +327,7 @@ class Devices:
         if not sighted.trusted and sighted.key not in self._known_keys:
             self._notify_of_stranger(
                 label,
-                f"{label} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
+                f"{label} was discovered, but is not paired; 'primad pair' here shows a code for 'primad join --code' there",
             )
 
     def _notify_of_stranger(self, device: str, line: str) -> None:
@@ -336,7 +336,7 @@ class Devices:
         if len(self._reported) < MAX_REPORTED:
             self._notify_once(device, line)
         elif (device, line) not in self._reported:
-            self._notify_once("", "more untrusted devices are in sight; 'primad devices' lists them")
+            self._notify_once("", "more untrusted devices were discovered; 'primad devices' lists them")
 
     def _notify_once(self, device: str, line: str) -> None:
         if (device, line) not in self._reported:

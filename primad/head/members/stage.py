@@ -130,7 +130,7 @@ class Stage:
                 self._on_progress(self.name, message)
             case StageState(loaded=loaded, linked=linked, broken=broken):
                 if loaded is not None and not _listens_as(loaded, self._load.group):
-                    self.fail(StageError(f"{self.name}: listens as what it is not", self.name, "load"))
+                    self.fail(StageError(f"{self.name}: listens in another role than its own", self.name, "load"))
                 elif loaded is not None:
                     self.keeps, self.downloaded = loaded.keeps, loaded.downloaded
                     resolve(self.loaded, loaded)

@@ -349,7 +349,7 @@ class WorkerLink:
         if self._links is not None and not self._links.done():
             self._links.cancel()
         self._end_holds()
-        self._lose_listeners("it was let go")
+        self._lose_listeners("it was released")
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:

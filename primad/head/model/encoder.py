@@ -28,7 +28,7 @@ class EncoderFile:
     step."""
 
     path: Path | None = None
-    lacks: str = "the model has no encoder for pictures"
+    lacks: str = "the model has no encoder for images"
     sees: bool = False
     hears: bool = False
     whole_tokens: int = 0
@@ -41,7 +41,7 @@ class EncoderFile:
     @property
     def line(self) -> str:
         """The line for the owner."""
-        taken = [what for what, takes in (("pictures", self.sees), ("sound", self.hears)) if takes]
+        taken = [what for what, takes in (("images", self.sees), ("audio", self.hears)) if takes]
         return f"requests may have {' and '.join(taken)}, which {self.path} encodes"
 
     @property
@@ -69,7 +69,7 @@ def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int =
     a file that is not an encoder of pictures.
     """
     if given == NONE:
-        return EncoderFile(None, "this server was started with --mmproj none, so none of its models takes pictures"), ""
+        return EncoderFile(None, "this server was started with --mmproj none, so none of its models accepts images"), ""
     if given != AUTO:
         chosen = _checked(given, f"--mmproj {given}", max_tokens)
         return chosen, chosen.line
@@ -81,13 +81,13 @@ def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int =
         return chosen, f"{chosen.line}; --mmproj none leaves it out"
     except ConfigError as exc:
         named = str(exc).replace(str(found), found.name)  # clients must not learn folders
-        return EncoderFile(None, f"the model's encoder for pictures cannot be used: {named}"), f"no pictures: {exc}"
+        return EncoderFile(None, f"the model's encoder for images cannot be used: {named}"), f"no images: {exc}"
 
 
 def lacking(model: Path) -> str:
     """Explain what is missing for a ``model`` without an encoder, and how to get it."""
     return (
-        f"no encoder for pictures is next to the model: if it can see, its publisher offers a file {MARK}-….gguf, "
+        f"no image encoder is next to the model; if this is a vision model, its publisher offers a file {MARK}-….gguf, "
         f"which 'primad pull' fetches too; put it next to {model.name}, or give it to 'primad serve --{MARK} FILE', "
         "and start that again"
     )
@@ -116,13 +116,13 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {MARK}-….gguf that the model's publisher offers") from exc
     if architecture != "clip":
-        raise ConfigError(f"{what}: is not a picture encoder; name the file {MARK}-….gguf of the model's publisher")
+        raise ConfigError(f"{what}: is not an image encoder; name the file {MARK}-….gguf of the model's publisher")
     facts = projector_facts(header)
     if facts.problem:
         raise ConfigError(f"{what}: {facts.problem}")
     return EncoderFile(
         path,
-        "" if facts.sees else "the model's encoder takes sound, and no pictures",
+        "" if facts.sees else "the model's encoder accepts audio, but no images",
         sees=facts.sees,
         hears=facts.hears,
         whole_tokens=whole_tokens,

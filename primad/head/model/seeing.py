@@ -70,8 +70,8 @@ def _prompt_bytes(prompt: Prompt, seen: Mapping[str, EncodedPicture]) -> int:
 def _check_bytes(size: int, called: str) -> None:
     if size > MAX_CONTENT_BYTES:
         raise RequestError(
-            f"{called}: with the pictures before it, it needs more than {show_bytes(MAX_CONTENT_BYTES)} of embeddings; "
-            "send fewer or smaller pictures",
+            f"{called}: with the images before it, it needs more than {show_bytes(MAX_CONTENT_BYTES)} of embeddings; "
+            "send fewer or smaller images",
             code="too_many_pictures",
             param=called,
         )

@@ -58,7 +58,7 @@ class ModelOpening:
     async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
         """As in ``Opens``."""
         if model.embeds:
-            raise ConfigError(f"{model.name} makes embeddings, on the processor of {self._head.node.config.name}")
+            raise ConfigError(f"{model.name} makes embeddings, on the CPU of {self._head.node.config.name}")
         candidates = await self._head.candidates()
         service = (await asyncio.to_thread(self._check, model)).service(self._head.node)
         planner = Planner(service, self._head.pool, model.name)

@@ -375,7 +375,7 @@ class RingBackend:
         size = sum(len(each.content) for each in asked.pictures) if may_expire else 0  # choices of a request share them
         if size and not self._picture_bytes.has_room(owner, size):
             raise RequestError(
-                "the pictures of your requests have too many bytes together; try again later",
+                "the images of your requests have too many bytes together; try again later",
                 status=429,
                 code="too_many_bytes",
             )

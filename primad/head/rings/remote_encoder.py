@@ -156,7 +156,7 @@ class RemoteEncoder:
         except PrimadError as exc:
             await self._lose(session, str(exc))
         else:
-            inputs.report_line(f"{session.worker.name} encodes pictures")
+            inputs.report_line(f"{session.worker.name} encodes images")
 
     async def _message(self, session: _Session) -> LoadMmproj:
         service = self._inputs.service
@@ -185,7 +185,7 @@ class RemoteEncoder:
         if self._session is session:
             self._session = None
         await session.end()
-        self._inputs.report_line(f"{session.worker.name} does not encode pictures: {why}; this device does")
+        self._inputs.report_line(f"{session.worker.name} does not encode images: {why}; this device does")
 
 
 class _Session:
@@ -241,12 +241,12 @@ class _Session:
             wanted = EncodedWanted(number=self.number, picture=self._picture, offset=len(found))
             part_of = await self._ask(wanted, REPLY_S)
             if (part_of.size, part_of.offset) != (reply.size, len(found)) or not part_of.data:
-                raise ProtocolError("it sent another part of a picture's embeddings than was asked for")
+                raise ProtocolError("it sent a different part of an image's embeddings than requested")
             found += part_of.data
         return await in_thread(self._checked, bytes(found), data)
 
     def _checked(self, found: bytes, data: bytes) -> EncodedPicture | PictureRefused:
-        reply: PictureReply = decoded(_decoder, found, "what a picture became")
+        reply: PictureReply = decoded(_decoder, found, "an encoded image")
         match reply:
             case EncodedPicture():
                 digest = hashlib.sha256(data).hexdigest()
@@ -257,7 +257,7 @@ class _Session:
             case EncoderFailed(error):
                 raise ClusterError(printable(error))
             case _:
-                raise ProtocolError("it sent something else than what a picture became")
+                raise ProtocolError("it sent something other than an encoded image")
 
     async def _ask(self, message: PictureChunk | EncodedWanted, timeout_s: float) -> EncodedChunk:
         self._chunks.clear()

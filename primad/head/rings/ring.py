@@ -441,7 +441,7 @@ class HeadRing:
                 raise RingError(f"the head's ring process sent {type(event).__name__}")
 
     def _look_for_fault(self, overdue: Overdue) -> None:
-        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, overdue.step, overdue.waited_s)
+        logger.info("epoch %d: step %d has been in flight for %.1f s", self.epoch, overdue.step, overdue.waited_s)
         self._inputs.listener.overdue(self.epoch, overdue.waited_s)
         if self._finding_fault is None or self._finding_fault.done():
             self._finding_fault = self._start(self._find_fault(overdue))
@@ -465,7 +465,7 @@ class HeadRing:
                 return  # it may wait for another rank of its group, and report that
             if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
                 return
-            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"
+            reason = f"{silent[0]}: its ring process hangs; a step has been in flight for {waited_s:.1f} s"
             raise StageError(reason, silent[0], "ring")
         if (
             await self._own_status(timeout_s) is None
@@ -558,9 +558,8 @@ class HeadRing:
 def _lost(overdue: Overdue, between: Sequence[str]) -> str:
     """Describe where a step without progress is."""
     sender, receiver = between
-    return (
-        f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} passed it on, but {receiver} did not get it"
-    )
+    flight = f"step {overdue.step} has been in flight for {overdue.waited_s:.1f} s"
+    return f"{flight}: {sender} passed it on, but {receiver} did not get it"
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

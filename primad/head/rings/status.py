@@ -207,7 +207,7 @@ def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode)
 def draft_place_line(forecast: Forecast, memory_bytes: int) -> str:
     """State where the draft model, which takes ``memory_bytes``, runs."""
     if forecast.draft_device is None:
-        return f"drafts nothing: {no_room(memory_bytes)}"
+        return f"is not used: {no_room(memory_bytes)}"
     group = [rank.device for rank in forecast.plan.group_of(forecast.draft_device)]
     return f"drafts on {where_drafted(forecast.draft_device, group)}"
 

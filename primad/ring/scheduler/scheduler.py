@@ -124,7 +124,7 @@ class Scheduler:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
         if generate.pictures and (rows := longest_run(generate.prompt)) > self._state.step_rows:
             error = (
-                f"a picture has {rows} rows, which belong in one step; this ring's have {self._state.step_rows} at most"
+                f"an image has {rows} rows, which belong in one step; this ring's have {self._state.step_rows} at most"
             )
             return finished_event(generate, 0, "refused", prompt_s=0.0, decode_s=0.0, error=error)
         self._state.slots.lease(generate)

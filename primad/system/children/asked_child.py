@@ -82,7 +82,7 @@ class AskedChild:
             async with asyncio.timeout(timeout_s):
                 return await self.ask(task)
         except TimeoutError:
-            raise RingError(f"{what} gave no answer in {timeout_s:g} s") from None
+            raise RingError(f"{what} did not respond within {timeout_s:g} s") from None
         except EndedError as exc:
             raise RingError(f"{what} {exc}") from None
 

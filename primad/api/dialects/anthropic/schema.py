@@ -16,7 +16,9 @@ _NOT_SERVED = {
     "document": "only text and images are read; send the document's text",
     "server_tool_use": "this server runs no tools itself",
     "container_upload": "this server has no containers",
-    **dict.fromkeys(("audio", "input_audio"), "this API has no sound; send it to /v1/chat/completions as input_audio"),
+    **dict.fromkeys(
+        ("audio", "input_audio"), "this API takes no audio; send it to /v1/chat/completions as input_audio"
+    ),
 }
 
 _SOURCES = ("base64", "url")
@@ -41,7 +43,7 @@ class ImageBlock(Strict):
     """A picture in a message, or in the result of a tool."""
 
     type: Literal["image"]
-    source: Annotated[ImageSource, expecting("a picture as base64, with its data")]
+    source: Annotated[ImageSource, expecting("an image as base64, with its data")]
 
 
 class ThinkingBlock(Strict):

@@ -149,7 +149,7 @@ def _sent(prompt: SeenPrompt, at: str) -> list[SentPicture]:
     markers, pictures = prompt.prompt_string.count(MARKER), len(prompt.multimodal_data)
     if markers != pictures:
         raise RequestError(
-            f"'{at}' has {markers} markers {MARKER} in its text, and {pictures} pictures; it needs one for each",
+            f"'{at}' has {markers} markers {MARKER} in its text, and {pictures} images; it needs one for each",
             param=at,
         )
     return [SentPicture(f"{at}.multimodal_data[{i}]", each, "") for i, each in enumerate(prompt.multimodal_data)]

@@ -10,8 +10,8 @@ from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.free_samplers import FreeSamplers, Whole
 from primad.api.dialects.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenLimit
 
-_Images = Annotated[list[str], expecting("a list of pictures as base64")] | None
-_NoSound = Annotated[Any, only(None, [], "", why="send sound among images, or to /v1/chat/completions as input_audio")]
+_Images = Annotated[list[str], expecting("a list of images as base64")] | None
+_NoSound = Annotated[Any, only(None, [], "", why="send audio among images, or to /v1/chat/completions as input_audio")]
 
 
 class OllamaFunction(Strict):

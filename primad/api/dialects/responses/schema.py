@@ -48,7 +48,7 @@ class ContentPart(Strict):
     refusal: str | None = None
     image_url: str | dict[str, Any] | None = None
     input_audio: InputAudio | None = None
-    file_id: Annotated[Any, only(None, why="no files are stored here; send the picture as image_url")] = None
+    file_id: Annotated[Any, only(None, why="no files are stored here; send the image as image_url")] = None
 
 
 _Parts = Annotated[
@@ -174,6 +174,6 @@ def _check_kind(given: Any, known: Any, what: str) -> None:
     if isinstance(kind, str) and kind not in get_args(known):
         raise PydanticCustomError(
             "unsupported",
-            "{what} of type '{kind}', which is not supported: this server reads text, pictures and function calls",
+            "{what} of type '{kind}', which is not supported: this server reads text, images and function calls",
             {"what": what, "kind": printable(kind, 64)},
         )

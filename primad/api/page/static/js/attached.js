@@ -12,7 +12,7 @@ const KEPT_BYTES = 1 << 20;
 const KNOWN = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 
 let pictures = [];
-const row = h("ul", { class: "attached", "aria-label": "Pictures and sounds", hidden: true });
+const row = h("ul", { class: "attached", "aria-label": "Images and audio", hidden: true });
 const input = h("input", { type: "file", accept: "image/*,audio/*", multiple: true, hidden: true, id: "pictures", onchange: () => add(input.files) });
 
 /** The row of pictures, placed above the composer; files dropped on `area` or pasted into it are added. */
@@ -33,7 +33,7 @@ export function attachedRow(area) {
 
 /** The buttons that choose and record files, with their input. */
 export function attachButton() {
-  return [iconButton("image", "Add pictures or sound", () => input.click()), input, recordButton(add)];
+  return [iconButton("image", "Add images or audio", () => input.click()), input, recordButton(add)];
 }
 
 /** Whether anything is attached. */
@@ -62,7 +62,7 @@ export function shownPicture({ name, url }) {
 
 async function add(files) {
   for (const file of [...files].slice(0, MOST - pictures.length)) {
-    const picture = { name: file.name || "picture", url: "", cost: "", failed: "" };
+    const picture = { name: file.name || "image", url: "", cost: "", failed: "" };
     pictures.push(picture);
     try {
       picture.url = await read(file);

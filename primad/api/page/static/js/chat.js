@@ -189,7 +189,7 @@ function send() {
   parts.input.value = "";
   grow();
   chat.messages.push({ role: "user", content: text, pictures: takeAttached() });
-  chat.title ||= titled(text) || "A picture";
+  chat.title ||= titled(text) || "An image";
   answer();
 }
 

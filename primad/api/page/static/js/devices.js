@@ -152,7 +152,7 @@ function tickCode() {
 function showList({ own, devices }) {
   const phases = new Map((status?.cluster ?? []).map((each) => [each.device, each]));
   parts.list.replaceChildren(...devices.map((device) => drawn(device, phases.get(device.device), own)));
-  if (!devices.length) parts.list.append(h("p", { class: "muted" }, "No other device is known or in sight."));
+  if (!devices.length) parts.list.append(h("p", { class: "muted" }, "No other device is known or discovered."));
   parts.own.replaceChildren(`This head is ${own.device}, `, h("code", {}, own.fingerprint));
 }
 
@@ -166,7 +166,7 @@ function drawn(device, member, own) {
   return h(
     "article",
     { class: "card known", "aria-label": device.device },
-    h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), device.is_paused ? h("span", { class: "tag warn" }, "paused") : null, member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "in sight" : "not in sight")),
+    h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), device.is_paused ? h("span", { class: "tag warn" }, "paused") : null, member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "discovered" : "not discovered")),
     member?.reason ? h("p", { class: "muted" }, member.reason) : null,
     h("p", { class: "muted" }, h("code", {}, device.fingerprint), device.how ? ` · ${device.how}` : ""),
     ...elsewhere(device, member, own),

@@ -143,7 +143,7 @@ function facts(status, now) {
   if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} concurrent` : ""}`);
   if (status.tokens) add("generated", count(status.tokens.completion, "token"));
   if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
-  if (status.pictures?.device) add("pictures encoded by", status.pictures.device);
+  if (status.pictures?.device) add("images encoded by", status.pictures.device);
   if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} per token`);
   if (status.kv?.replicated_bytes) add("KV cache replicated", bytes(status.kv.replicated_bytes));
   return rows;

@@ -55,10 +55,10 @@ function wav(sound) {
 /** The button that records, and calls `add` with the recording; shown if the model hears and the browser can record. */
 export function recordButton(add) {
   let recorder = null;
-  const button = iconButton("microphone", "Record sound", () => (recorder ? recorder.stop() : begin()), { hidden: true, id: "record", "aria-pressed": "false" });
+  const button = iconButton("microphone", "Record audio", () => (recorder ? recorder.stop() : begin()), { hidden: true, id: "record", "aria-pressed": "false" });
   const mark = (isOn) => {
     button.setAttribute("aria-pressed", String(isOn));
-    button.title = "Record sound";
+    button.title = "Record audio";
     announce(isOn ? "recording" : "recorded");
   };
 
@@ -83,7 +83,7 @@ export function recordButton(add) {
       setTimeout(() => own.state === "recording" && own.stop(), MOST_MS);
       mark(true);
     } catch (error) {
-      announce(`sound cannot be recorded: ${error.message}`);
+      announce(`audio cannot be recorded: ${error.message}`);
     } finally {
       button.disabled = false;
     }
