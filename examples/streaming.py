@@ -1,4 +1,4 @@
-"""Stream an answer. If a device disappears in the middle, the answer pauses, then continues."""
+"""Stream a response. If a device disappears meanwhile, the response pauses, then resumes."""
 
 import os
 import sys
@@ -20,4 +20,4 @@ for chunk in stream:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     if chunk.usage is not None:
-        print(f"\n({chunk.usage.prompt_tokens} tokens of prompt, {chunk.usage.completion_tokens} of answer)")
+        print(f"\n({chunk.usage.prompt_tokens} prompt tokens, {chunk.usage.completion_tokens} completion tokens)")

@@ -40,9 +40,9 @@ or from Python (pip install openai):
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
-  answer = client.chat.completions.create(
+  completion = client.chat.completions.create(
       model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
-  print(answer.choices[0].message.content)
+  print(completion.choices[0].message.content)
 """
 
 out = Console(highlight=False)

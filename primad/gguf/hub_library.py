@@ -27,7 +27,7 @@ def asked(name: object, ask: Callable[[], Any]) -> Any:
         return ask()
     except errors.GatedRepoError as exc:
         raise ConfigError(
-            f"{name}: its publisher asks for your consent; give it on the model's page, and set HF_TOKEN"
+            f"{name}: its publisher requires consent; give it on the model's page, and set HF_TOKEN"
         ) from exc
     except errors.RepositoryNotFoundError as exc:
         raise NoRepositoryError(

@@ -204,12 +204,12 @@ def _facts(answer: Explanation) -> Table:
     if answer.short:
         table.add_row("does not fit", _short(answer))
     if not _has_groups(answer):
-        table.add_row("how good", _proof(answer.proof))
+        table.add_row("optimality", _proof(answer.proof))
     if given_up := _given_up(answer):
         table.add_row("given up", given_up)
     for i, left in enumerate(answer.left_out):
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
-    table.add_row("best alone", _single_device(answer))
+    table.add_row("best single device", _single_device(answer))
     return table
 
 

@@ -194,7 +194,7 @@ def test_a_model_of_the_table_that_is_not_certified_is_served_with_a_warning(tmp
     assert warning(header, load_verdict(tmp_path, header)) == ""
     failed = msgspec.structs.replace(VERDICT, result="not certified", why="llama.x not exercised")
     save_verdict(tmp_path, header, failed)
-    assert "llama.x not exercised; answers of several devices may differ" in warning(
+    assert "llama.x not exercised; output of several devices may differ" in warning(
         header, load_verdict(tmp_path, header)
     )
     assert "llama.x not exercised" in windows_line(tmp_path, header, [0, 3])

@@ -48,7 +48,7 @@ def test_everything_that_was_asked_for_is_there(answer):
         "bottleneck",
         "left out",
         "watch: cannot take part",
-        "best alone",
+        "best single device",
         "What if ram:laptop=3GB",
         "before",
         "after",

@@ -158,7 +158,7 @@ REACH: Final[dict[str, Reach]] = {
     "loading": loading,
     "prefill": prefill,
     "decode": decode,
-    "long answer": long_answer,
+    "long response": long_answer,
     "idle": idle,
 }
 

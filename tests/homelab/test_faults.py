@@ -33,7 +33,7 @@ NAMES = {
 }
 """Names of faults in ``faults.py``, by their names in the matrix."""
 
-LOADED = ("prefill", "decode", "long answer", "idle")
+LOADED = ("prefill", "decode", "long response", "idle")
 """Phases in which the device has its layers in memory."""
 
 FULL_SPEED_CPUS = 2.0
@@ -100,7 +100,7 @@ def run_cell(cell: Cell, rig: Rig) -> float:
     if cell.phase == "transfer" and cell.fault != "SIGSTOP":
         rig.lab.device(name).thaw()
     stream = under_way if under_way is not None else rig.ask()
-    prompt = {"prefill": LONG, "decode": STORY, "long answer": TALE}.get(cell.phase, SHORT)
+    prompt = {"prefill": LONG, "decode": STORY, "long response": TALE}.get(cell.phase, SHORT)
     rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
     seconds = first_after(stream, at, cell)
     if cell.printed:
@@ -117,7 +117,7 @@ def run_cell(cell: Cell, rig: Rig) -> float:
 
 def first_after(stream: Stream, at: float, cell: Cell) -> float:
     """Return the time to the next token: after the longest gap, if tokens were already under way."""
-    if cell.phase not in ("decode", "long answer"):
+    if cell.phase not in ("decode", "long response"):
         return stream.times[0] - at
     seconds = stream.recovered_s(at)
     assert seconds is not None, "the answer was over before the fault"

@@ -178,7 +178,7 @@ def test_a_model_without_room_is_refused_before_it_is_loaded(tmp_path, monkeypat
 
 async def test_a_process_that_hangs_is_ended(tmp_path):
     async with embedding(tmp_path / "none.gguf", starts=False, timeout_s=0.0) as service:
-        with pytest.raises(EngineError, match="gave no answer in 0 s"):
+        with pytest.raises(EngineError, match="did not respond within 0 s"):
             await service.start()
         assert service.pid is None
 

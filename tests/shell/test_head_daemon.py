@@ -480,7 +480,7 @@ async def test_a_named_device_that_does_not_reply_is_awaited_unless_wait_is_0(la
         await nas.leave()
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient(), wait=0)
         await here.serves()
-        assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no answer") for line in here.printed)
+        assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no response") for line in here.printed)
 
 
 async def test_a_named_device_with_an_unknown_host_name_is_reported(lab):

@@ -149,7 +149,7 @@ def test_a_download_that_differs_from_the_hubs_checksum_is_removed(primad, hub, 
     [
         (("pull", "hf:acme/Nosuch"), "the hub has no such repository"),
         (("pull", "hf:acme/Empty"), "the repository has no GGUF file"),
-        (("pull", "hf:acme/Gated:F16"), "ask for your consent"),
+        (("pull", "hf:acme/Gated:F16"), "requires consent"),
         (("pull", f"hf:{REPO}:Q2_K"), "the repository has, Q8_0, F16, Q5_K_M, Q6_K"),
         (("pull", f"hf:{REPO}:Q5_K_M"), "lacks part 1"),
         (("pull", "hf:acme"), "not a model of the hub"),

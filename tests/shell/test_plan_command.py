@@ -43,7 +43,7 @@ def profiles(tmp_path):
 def test_a_fleet_and_a_shape_give_a_table(plan):
     code, out, err = plan(*MODEL, *FLEET)
     assert (code, err) == (0, "")
-    for words in ("Llama 3-8B", MAC, "tokens/s", "TTFT", "bottleneck", "best alone", "left out"):
+    for words in ("Llama 3-8B", MAC, "tokens/s", "TTFT", "bottleneck", "best single device", "left out"):
         assert words in out
 
 

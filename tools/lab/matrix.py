@@ -31,7 +31,7 @@ PHASES: Final = {
     "loading": "its ring process loads the layers",
     "prefill": "of a prompt of some 1,500 tokens",
     "decode": "of a response",
-    "long answer": "after 800 tokens",
+    "long response": "after 800 tokens",
     "idle": "serving, without requests",
 }
 """When a fault happens to a worker. Up to loading, the ring of the other devices serves meanwhile."""
@@ -174,7 +174,7 @@ _PROMISES: Final[Mapping[str, Mapping[str, _Promise]]] = {
     "loading": _LOADING,
     "prefill": _ASKED,
     "decode": _ASKED,
-    "long answer": _ASKED,
+    "long response": _ASKED,
     "idle": _ASKED,
 }
 

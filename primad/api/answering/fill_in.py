@@ -35,7 +35,7 @@ def fill_in_prompt(vocabulary: Vocabulary, before: Sequence[int] | str, gap: Gap
     marks, param = vocabulary.fill_in, gap.param
     if marks is None:
         raise RequestError(
-            f"'{param}': this model has no fill-in tokens; serve a code model that was trained for it",
+            f"'{param}': this model has no fill-in-the-middle (FIM) tokens; serve a code model that has them",
             param=param,
             code="unsupported_parameter",
         )
