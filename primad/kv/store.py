@@ -48,6 +48,8 @@ _COPY: Final = ".copy"
 _COUNT_SHARE: Final = 16
 """What other processes write is counted again after a 16th of the limit was written here; eviction frees this share as
 well."""
+_numbers: Final = count()
+"""Numbers of files that are being written, unique in this process, which may have several stores of one folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,6 @@ class KvStore:
         self._leases: dict[str, frozenset[str]] = {}
         self._shapes: dict[int, dict[tuple[int, bool], CellShape]] = {}
         """For each ring, by layer and whether it is the shape of a state."""
-        self._numbers = count()
         self._counted_bytes: int | None = None
         self._written_bytes = 0
 
@@ -296,7 +297,7 @@ class KvStore:
     def _write(self, folder: Path, name: str, pieces: Sequence[Bytes]) -> None:
         """Replace file ``name`` with ``pieces`` atomically, readable only by its owner from the first byte."""
         self._check_disk(sum(map(len, pieces)))
-        partial = folder / f".{os.getpid()}-{next(self._numbers)}"
+        partial = folder / f".{os.getpid()}-{next(_numbers)}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), PRIVATE)

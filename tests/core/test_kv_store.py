@@ -94,6 +94,21 @@ def test_another_process_sees_written_blocks(tmp_path):
     assert writer.read(FIRST.key, 0, 1) == []
 
 
+def test_two_stores_of_a_process_write_the_same_block_at_once(tmp_path, monkeypatch):
+    one, other = KvStore(tmp_path), KvStore(tmp_path)
+    rename = Path.replace
+
+    def write_meanwhile(path, target):
+        monkeypatch.setattr(Path, "replace", rename)
+        other.put(FIRST, cells(FIRST, 0))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", write_meanwhile)
+    one.put(FIRST, cells(FIRST, 0))
+    assert one.read(FIRST.key, 0, 1) == cells(FIRST, 0)
+    assert len(files(tmp_path)) == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no mode bits")
 def test_nobody_else_may_read_it(tmp_path):
     umask = os.umask(0)
