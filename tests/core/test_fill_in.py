@@ -62,7 +62,7 @@ def test_the_text_nearest_to_the_gap_stays(before, after, room):
 
 
 def test_a_model_that_was_not_trained_to_fill_in_is_named():
-    with pytest.raises(RequestError, match="'suffix': this model has no fill-in tokens"):
+    with pytest.raises(RequestError, match="'suffix': this model has no fill-in-the-middle"):
         fill_in_prompt(ByteVocabulary(), "a", gap("b"), room=100)
     with pytest.raises(RequestError, match="exceeds the available context size"):
         fill_in_prompt(FILLS, "a", gap("b"), room=4)
