@@ -163,7 +163,7 @@ class Discovery:
             except NonUniqueNameException:
                 continue
             except FAILURES as exc:
-                raise MulticastError(f"mDNS does not announce this device: {_why(exc)}") from exc
+                raise MulticastError(f"mDNS cannot announce this device: {_why(exc)}") from exc
             self._info = info
             self._watch()
             return device
@@ -198,7 +198,7 @@ class Discovery:
         try:
             await asked.async_request(self._zeroconf.zeroconf, 1000 * self._timings.own_name_s, DNSQuestionType.QM)
         except FAILURES as exc:
-            logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
+            logger.debug("mDNS cannot query %s: %s", name, _why(exc))
         found = set(asked.parsed_addresses())
         return bool(found) and found <= {str(address.ip) for each in self._own for address in each.addresses}
 
@@ -322,7 +322,7 @@ class Discovery:
                 self._zeroconf.zeroconf, self._service, handlers=[self._on_change], question_type=DNSQuestionType.QM
             )
         except FAILURES as exc:
-            raise MulticastError(f"mDNS does not look for devices: {_why(exc)}") from exc
+            raise MulticastError(f"mDNS cannot look for devices: {_why(exc)}") from exc
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         task = self._resolving.pop(name, None)
@@ -361,7 +361,7 @@ class Discovery:
             if await info.async_request(self._zeroconf.zeroconf, timeout_ms, DNSQuestionType.QM):
                 peer = peer_of(info, self._own)
         except FAILURES as exc:
-            logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
+            logger.debug("mDNS cannot query %s: %s", name, _why(exc))
         if peer is None:
             self._forget(name)
         elif self._peers.get(name) != peer:

@@ -273,8 +273,8 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     if ranks := plan.group_of(slowest.device):
         layers = plan.layers_of(slowest.device)
         return (
-            f"all-reduces between the {len(ranks)} devices that share {show_count(layers, 'layer')} ({SUMS * layers} of them; with "
-            f"hops {_percent(prediction.hop_s, prediction)} of the time per token)"
+            f"all-reduces between the {len(ranks)} devices that share {show_count(layers, 'layer')} ({SUMS * layers} of "
+            f"them; with hops {_percent(prediction.hop_s, prediction)} of the time per token)"
         )
     count = len(plan.places) * plan.rounds
     index = {device.device: i for i, device in enumerate(instance.devices)}

@@ -213,7 +213,7 @@ def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | 
     """Return ``ranks`` with other ``weights``. Raises ``Infeasible`` where they cannot be cut."""
     shares = [(0.0, 0.0)] * len(ranks) if units is None else units.shares(weights)
     if shares is None:
-        raise Infeasible(f"the attention heads of this model are for fewer than {len(ranks)} devices", short_bytes=0)
+        raise Infeasible(f"this model has too few attention heads for {len(ranks)} devices", short_bytes=0)
     return tuple(
         replace(rank, weight=weight, heads=heads, values=values)
         for rank, weight, (heads, values) in zip(ranks, weights, shares, strict=True)
@@ -298,7 +298,7 @@ def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, 
         if cut is None and len(taken) < max_ranks:
             taken.append(other)
             continue
-        reason = f"the attention heads of this model are for a group of {max_ranks} devices at most"
+        reason = f"the attention heads of this model allow at most {max_ranks} devices in a group"
         if cut is not None:
             reason = f"it does not reach {names[cut]}, which is faster, and the devices of a group send to each other"
         left_out.append(LeftOut(device=names[other], reason=reason))

@@ -229,7 +229,7 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
     plan = plan_by_hand(names, run.windows, run.rounds, request.model, run.ranks)
     if run.shares_by_hand and max(run.ranks) > request.max_ranks:
         raise PlanError(
-            f"--windows: the attention heads of this model are for groups of {request.max_ranks} devices at most"
+            f"--windows: the attention heads of this model allow at most {request.max_ranks} devices in a group"
         )
     work = workload_of(run, request.model)
     devices = request.devices[: len(plan.devices)]

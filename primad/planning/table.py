@@ -310,7 +310,7 @@ def _given_up(answer: Explanation) -> str:
 def _single_device(answer: Explanation) -> str:
     best = answer.single_device[0]
     if best.predicted is None:
-        return f"no device can hold it alone; {best.name}: {best.reason}"
+        return f"no single device can hold it; {best.name}: {best.reason}"
     times = best.predicted.tpot_ms / answer.predicted.tpot_ms
     how = "" if len(answer.devices) == 1 and answer.head == best.name else f" ({times:.3g} times as long)"
     return f"{best.name}: {show_ms(best.predicted.tpot_ms)} per token{how}, TTFT {show_ms(best.predicted.ttft_ms)}"

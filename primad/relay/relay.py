@@ -72,7 +72,7 @@ class Relay:
     async def close(self) -> None:
         """End all open requests."""
         self._place = None
-        self._drop("this device ends")
+        self._drop("this device is shutting down")
         await self._closing.wait()
         await asyncio.sleep(0)
         self._context.destroy(linger=0)

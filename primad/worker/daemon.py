@@ -387,7 +387,7 @@ class WorkerDaemon:
             await self._end.send(peer, Refused(f"{self._name} {self._pause.paused}"))
             return
         if self._stop.is_set():
-            await self._end.send(peer, Refused(f"{self._name} is ending"))
+            await self._end.send(peer, Refused(f"{self._name} is shutting down"))
             return
         head = self._trust.name_of(key) or hello.device
         self._revoked_by.pop(key, None)

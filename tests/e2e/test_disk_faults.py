@@ -164,9 +164,7 @@ def breaks(printed: list[str]) -> list[str]:
 
 def written_to(file: Path) -> str:
     """Return the message about a file that was changed during a step that used it."""
-    return (
-        f"{file}: somebody wrote to this file while it was used; it is not the model any more; forming the ring again"
-    )
+    return f"{file}: this file was modified while it was used; it is no longer the model; forming the ring again"
 
 
 def overwrite(file: Path) -> None:

@@ -424,7 +424,7 @@ def test_an_embedding_model_writes_no_text(path):
     models = FakeModels(backend_of("one", template=PLAIN), EmbeddingBackend("embedder"))
     answer = post(models, path, **DIALECTS[path], model="embedder")
     assert answer.status_code == 400
-    assert "makes embeddings, not text" in answer.text
+    assert "is an embedding model" in answer.text
     assert not models.uses
 
 

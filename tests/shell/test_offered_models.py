@@ -326,7 +326,7 @@ async def test_an_evicted_model_is_unloaded_once_its_requests_have_ended():
                 assert "waits until" in state(models, "one").detail
         await waiting
         assert len(loader.held) == MAX_LOADED
-        assert any("needs the room of" in line for line in loader.lines)
+        assert any("needs the memory of" in line for line in loader.lines)
 
 
 async def test_a_model_that_cannot_be_loaded_is_an_error_and_is_tried_again_by_the_next_request():

@@ -501,7 +501,7 @@ def test_results_of_a_modified_file_are_not_sent(rig):
     made = rig(3, {0, 1, 2}, 1)
     made.streamer.start()
     made.units[2].touched.append("layer-2")
-    with pytest.raises(WeightsError, match="somebody wrote to this file while it was used") as caught:
+    with pytest.raises(WeightsError, match="this file was modified while it was used") as caught:
         made.ring_pass()
     assert caught.value.file == "layer-2"
 

@@ -270,7 +270,7 @@ def test_a_layer_file_that_is_overwritten_never_gives_a_result(tmp_path):
         content = bytearray(path.read_bytes())
         content[-5] ^= 0xFF
         path.write_bytes(content)
-        with pytest.raises(WeightsError, match="somebody wrote to this file") as caught:
+        with pytest.raises(WeightsError, match="this file was modified") as caught:
             made.logits(PROMPT[8:9], 8)
         assert caught.value.file == str(path)
 
@@ -281,6 +281,6 @@ def test_a_model_file_that_was_written_to_gives_no_first_hidden_state(tmp_path):
         made.logits(PROMPT[:8], 0)
         with header.path.open("r+b") as file:
             file.truncate(header.data_offset)
-        with pytest.raises(WeightsError, match="somebody wrote to the model file") as caught:
+        with pytest.raises(WeightsError, match="the model file was modified") as caught:
             made.logits(PROMPT[8:9], 8)
         assert caught.value.file == str(header.path)

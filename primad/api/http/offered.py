@@ -42,15 +42,15 @@ def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedM
         return makers[0] if makers else None
     found = None if name is None else find_offered(name, offered)
     if found is None or not found.embeds:
-        what = "several models embed" if found is None else f"the model '{found.id}' makes text, not embeddings"
-        raise RequestError(f"{what}; those that embed are: {_listed(makers) or 'none'}", param="model")
+        what = "there are several embedding models" if found is None else f"'{found.id}' is no embedding model"
+        raise RequestError(f"{what}; embedding models: {_listed(makers) or 'none'}", param="model")
     return found
 
 
 def check_writer(model: OfferedModel) -> None:
     """Raise ``RequestError`` for an embedding model."""
     if model.embeds:
-        raise RequestError(f"the model '{model.id}' makes embeddings, not text; name another one", param="model")
+        raise RequestError(f"the model '{model.id}' is an embedding model; name a text model", param="model")
 
 
 def is_offered(name: str, offered: Sequence[OfferedModel]) -> bool:

@@ -67,7 +67,7 @@ class TokenRows:
         if status.st_mtime_ns != self._changed_ns and is_still_whole(str(self._path)):
             self._changed_ns = status.st_mtime_ns  # a layer file's header, for another window
         if status.st_size < self._end or status.st_mtime_ns != self._changed_ns:
-            raise WeightsError(f"{self._path}: somebody wrote to the model file while it was used", str(self._path))
+            raise WeightsError(f"{self._path}: the model file was modified while it was used", str(self._path))
 
 
 class ChangesRows(Protocol):

@@ -228,7 +228,7 @@ class Streamer:
             for path in pages.changed():
                 if not self._verify(path):
                     raise WeightsError(
-                        f"{path}: somebody wrote to this file while it was used; it is not the model any more", path
+                        f"{path}: this file was modified while it was used; it is no longer the model", path
                     )
                 pages.trust(path)
 

@@ -443,7 +443,7 @@ class HeadModels:
         try:
             claims = await self._opens.who_goes(model, *self._may_go(others))
             if claims:
-                self._report_line(f"{name} needs the room of {', '.join(sorted(claims))}")
+                self._report_line(f"{name} needs the memory of {', '.join(sorted(claims))}")
                 self._later(NeedsRoom(name, claims))
                 return
             held = self._held[name] = self._opens.begin(model, self._notify, partial(self._later, UnloadAsked(name)))
