@@ -48,7 +48,7 @@ class DraftingProcess:
         with contextlib.suppress(OSError):
             self._writer.write(frame(task))
         if self._writer.transport.get_write_buffer_size() > MAX_UNREPORTED_BYTES:
-            raise RingError("the draft process takes nothing more")
+            raise RingError("the draft process accepts nothing more")
 
     async def drafts(self) -> AsyncIterator[Drafted]:
         """Yield its drafts as they come. Never ends without an error: raises ``RingError`` when the process has

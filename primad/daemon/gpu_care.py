@@ -154,7 +154,8 @@ class GpuCare:
         before, self._failures = self._trusted(self._ids), self._failures + 1
         left = self._trusted(self._ids)
         if self._failures >= MAX_FAILURES and left != before:
-            what = f"of the GPUs {' and '.join(left)} alone is used" if left else "the GPU stays unused"
+            used = f"of the GPUs only {' and '.join(left)} {'is' if len(left) == 1 else 'are'} used"
+            what = used if left else "the GPU stays unused"
             self._report_line(
                 f"{what} until primad is started again: {error}; 'primad doctor' looks at it, --gpu off leaves it out for "
                 "good"

@@ -144,7 +144,7 @@ def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
         raise ModelError(f"{path}: is an adapter of type {kinds[1]!r}; only LoRA adapters can be taken")
     if _TOKENS in header.values:
         raise ModelError(
-            f"{path}: begins at tokens of its own (an activated LoRA), which primad does not do; take a plain one"
+            f"{path}: begins at tokens of its own (an activated LoRA), which primad does not support; use a plain one"
         )
     own, base = header.text("general.architecture"), model.text("general.architecture")
     if own != base:

@@ -85,7 +85,7 @@ def projector_facts(header: Header) -> ProjectorFacts:
     if unknown:
         named = f"the type {unknown[0]!r}" if unknown[0] else "no type of projector"
         problem = (
-            f"it has {named}, which this primad does not take; a newer primad may, and without it the model reads text "
+            f"it has {named}, which this primad does not support; a newer primad may, and without it the model reads text "
             f"(--{MARK} none)"
         )
     flop, rows_bytes = _picture(header, "clip.vision" if has["vision"] else "clip.audio")

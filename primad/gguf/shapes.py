@@ -255,7 +255,7 @@ def shape(name: str) -> ModelProfile:
         suffixes = ", ".join(f"-{known}" for known in _TYPES)
         raise ConfigError(
             f"no built-in model shape '{name}'{_near(model)}; 'primad fit' names them, as in llama3-70b, each also with "
-            f"{suffixes} behind it"
+            f"{suffixes} as a suffix"
         )
     found, types = read_shape(model), _TYPES[suffix]
     if found.file is not None and suffix != _UNQUANTISED:

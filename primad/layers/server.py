@@ -134,7 +134,7 @@ class LayerServer:
             raise ProtocolError("its sender is not trusted any more")
         request = decode_transfer(frames[0].buffer)
         if not isinstance(request, TransferRequest):
-            raise ProtocolError(f"a {type(request).__name__} that nobody asked for")
+            raise ProtocolError(f"a {type(request).__name__} that was not requested")
         return key, request
 
     def _complain(self, why: object) -> None:

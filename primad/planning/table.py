@@ -232,7 +232,7 @@ def _load(load: LoadJson) -> str:
     """The forecast for concurrent requests."""
     rows, exact = (
         show_count(load.rows, "token"),
-        "identical to alone" if load.is_exact else "not always identical to alone",
+        "bit-identical" if load.is_exact else "not always bit-identical",
     )
     return (
         f"{load.sequences} requests: {show_speed(load.tokens_per_s)}, {show_ms(load.tbt_ms)} per token each, TTFT "

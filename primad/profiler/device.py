@@ -182,6 +182,6 @@ def cached_bytes(home: Path) -> int:
 
 def _contradictory(exc: Implausible) -> ConfigError:
     return ConfigError(
-        f"this device was measured {_TRIES} times, but {exc}; let the machine come to rest and run 'primad profile "
+        f"this device was measured {_TRIES} times, but {exc}; wait until the machine is idle and run 'primad profile "
         "--remeasure'"
     )

@@ -410,7 +410,7 @@ def test_smollm3_is_cut_at_every_fourth_layer():
     ],
 )
 def test_architectures_are_refused_by_name(architecture, reason):
-    refuses(model(architecture), repr(architecture), reason, "serve it on one device alone")
+    refuses(model(architecture), repr(architecture), reason, "serve it with --single-device")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_architectures_are_refused_by_name(architecture, reason):
     ],
 )
 def test_keys_are_refused_by_name(key, content):
-    refuses(model("llama", **{key.replace(".", "__"): content}), f"llama.{key}", "serve it on one device alone")
+    refuses(model("llama", **{key.replace(".", "__"): content}), f"llama.{key}", "serve it with --single-device")
 
 
 def test_harmless_values_of_those_keys_are_not_refused():

@@ -48,7 +48,7 @@ def test_the_head_serves_it_alone_and_reports_the_reason(unknown):
     assert found == options(wait=0, single_device=True)
     assert len(reported) == 1
     assert "key 'llama.attention.key_length_swa' cannot be cut into windows exactly" in reported[0]
-    assert reported[0].endswith("; this device serves it alone")
+    assert reported[0].endswith("; only this device serves it")
 
 
 @pytest.mark.parametrize(

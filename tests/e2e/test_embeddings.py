@@ -69,7 +69,7 @@ def embedding_process(head: Head) -> int:
 
 def test_the_first_lines_name_the_embedding_model(head, embedder):
     head.run.wait_for(rf"^{embedder.stem} serves embeddings of 640 numbers for texts of at most 2048 tokens")
-    head.run.wait_for(rf"^{embedder.stem} serves embeddings there, on this device alone$")
+    head.run.wait_for(rf"^{embedder.stem} serves embeddings there, on this device only$")
 
 
 def test_openais_client_while_a_chat_streams(client, embedder, plain):

@@ -20,7 +20,7 @@ from tests.gpu.drivers import FAULTS, broken_driver
 
 NO_DRIVER = {"VK_ICD_FILENAMES": "/nowhere/driver.json", "VK_DRIVER_FILES": "/nowhere/driver.json"}
 TOO_LITTLE_MEMORY = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
-BUSY = "let the machine come to rest"
+BUSY = "wait until the machine is idle"
 TRIES = 5
 _Found = TypeVar("_Found")
 LEFT_OUT_FIGURES = "it was measured, but gpu"

@@ -135,7 +135,7 @@ def test_a_gpu_lost_during_a_response_leaves_the_other_in_use(ring, twice, other
         answer = ask(head, lost.touch)
         assert (answer.finish, answer.error) == ("length", None), head.run.output + worker.output
         assert answer.text
-        worker.wait_for(r"of the GPUs Vulkan\d alone is used")
+        worker.wait_for(r"of the GPUs only Vulkan\d is used")
         wait_until(lambda: gpu_layers(head) > 0, "the other one has layers again")
         assert not layers_by_gpu(head), "one is left"
 

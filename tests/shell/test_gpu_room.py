@@ -391,8 +391,8 @@ def test_the_failing_gpu_of_two_is_found_by_trial_and_left_out():
     assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
     assert care.changes == 3
     assert [line.split(" until")[0] for line in care.printed] == [
-        "of the GPUs CUDA0 alone is used",
-        "of the GPUs CUDA1 alone is used",
+        "of the GPUs only CUDA0 is used",
+        "of the GPUs only CUDA1 is used",
         "the GPU stays unused",
     ]
 

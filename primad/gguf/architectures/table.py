@@ -11,7 +11,7 @@ from primad.gguf.header import Header
 MAX_LAYERS: Final = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
 
-ADVICE: Final = "serve it on one device alone, or take another model"
+ADVICE: Final = "serve it with --single-device, or choose another model"
 
 
 class NotCutError(ModelError):

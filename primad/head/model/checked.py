@@ -157,7 +157,7 @@ def as_it_can_be(
     if options.single_device or is_asked:
         return options
     if reason := why_not or why_whole(header):
-        reporter.report_line(f"{reason}; this device serves it alone")
+        reporter.report_line(f"{reason}; only this device serves it")
         return replace(options, single_device=True)
     return options
 

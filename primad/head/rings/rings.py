@@ -489,7 +489,7 @@ class Rings:
         if line := attention_line(forecast):
             self._reporter.report_line(line)
         if (name := self._service.options.embedding_id) is not None:
-            self._reporter.report_line(f"{name} serves embeddings there, on this device alone")
+            self._reporter.report_line(f"{name} serves embeddings there, on this device only")
         for line in [*filter(None, [forecast.why_parallel]), *ring.describe(), *why]:
             self._reporter.report_line(line)
         options, has_cache = self._service.options, self._node.config.kv_cache is not None

@@ -58,7 +58,7 @@ class DraftingLink:
             del self._unreported[: self._channel.connection.send(self._unreported)]
         except BlockingIOError:
             if len(self._unreported) > MAX_UNREPORTED_BYTES:
-                self._end("takes nothing more")
+                self._end("accepts nothing more")
         except OSError:
             self._end("ended")
 
