@@ -248,7 +248,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
     """The model. If it ``sees`` or ``hears``, its encoder takes ``encoder_bytes`` of the head's RAM.
 
-    The encoder runs on ``encoder_device``, on its ``encoder_gpu`` if that is named; a picture takes about
+    The encoder runs on ``encoder_device``, on its ``encoder_gpu`` if that is named; an image takes about
     ``picture_ms``, if known.
     """
 

@@ -121,7 +121,7 @@ class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a token's time with the largest error: a device's compute, a device's disk (waiting for it), or all
     hops.
 
-    ``is_beyond``: the error exceeds what plans may correct, so something is amiss there.
+    ``is_beyond``: the error exceeds what plans may correct, so something is wrong there.
     """
 
     term: str
@@ -183,7 +183,7 @@ class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link. One message in twenty is later than usual by ``late_ms`` or more."""
+    """One direction of a link. ``late_ms`` is the p95 of a message's extra delay."""
 
     source: str
     target: str
@@ -250,7 +250,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     While it loads, ``progress`` goes from 0 to 1. A loaded model that is not in use is unloaded at ``expires_at_s``
     (Unix time; null: never), and takes ``memory_bytes`` of each device. ``embeds``: it makes embeddings, not text.
-    ``sees``: it takes pictures. ``hears``: it takes sound.
+    ``sees``: it accepts images. ``hears``: it accepts audio.
     """
 
     id: str
@@ -268,8 +268,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PicturesStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The encoder of pictures: it runs on another ``device`` or on the head (null), where its process is ``alive`` or
-    not. It ``encoded`` this many pictures, ``encoded_elsewhere`` of them on another device."""
+    """The image encoder: it runs on another ``device`` or on the head (null), where its process is ``alive`` or
+    not. It ``encoded`` this many images, ``encoded_elsewhere`` of them on another device."""
 
     device: str | None
     alive: bool

@@ -32,7 +32,7 @@ class TextBlock(Strict):
 
 
 class ImageSource(Strict):
-    """A picture as base64; a URL in its place is refused later, by name."""
+    """An image as base64; a URL in its place is refused later, by name."""
 
     type: Literal["base64", "url"]
     data: str = ""
@@ -40,21 +40,21 @@ class ImageSource(Strict):
 
 
 class ImageBlock(Strict):
-    """A picture in a message, or in the result of a tool."""
+    """An image in a message, or in the result of a tool."""
 
     type: Literal["image"]
     source: Annotated[ImageSource, expecting("an image as base64, with its data")]
 
 
 class ThinkingBlock(Strict):
-    """The model's thoughts in an earlier turn."""
+    """The model's reasoning in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedBlock(Strict):
-    """Thoughts that only another server can read."""
+    """Reasoning that only another server can read."""
 
     type: Literal["redacted_thinking"]
 

@@ -67,7 +67,7 @@ class _Routes:
         """The model that was served last and its ``/props``, to make them only once."""
 
     async def tokenize(self, request: Request) -> Response:
-        """Return a text as token ids."""
+        """Return the token ids of a text."""
         return await self._whole(request, prepared.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class _Routes:
         return await self._whole(request, prepared.detokenize)
 
     async def apply_template(self, request: Request) -> Response:
-        """Return the prompt that the model's template makes of the messages."""
+        """Return the prompt that the chat template makes of the messages."""
         return await self._whole(request, prepared.apply_template)
 
     async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
@@ -102,7 +102,7 @@ class _Routes:
         )
 
     async def complete(self, request: Request) -> Response:
-        """Continue a text."""
+        """Complete a prompt."""
         return await self._respond(request, prepared.completion)
 
     async def infill(self, request: Request) -> Response:

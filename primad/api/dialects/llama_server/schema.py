@@ -20,7 +20,7 @@ _TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
 class SeenPrompt(Strict):
-    """A prompt with pictures as base64, one for each marker in its text."""
+    """A prompt with images as base64, one for each marker in its text."""
 
     prompt_string: str
     multimodal_data: Annotated[list[str], Field(default_factory=list, fail_fast=True)]

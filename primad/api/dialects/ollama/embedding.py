@@ -43,7 +43,7 @@ class _Handlers:
         self._endpoint = endpoint
 
     async def embed(self, request: Request) -> Response:
-        """Return the vectors of texts; without texts only load the model."""
+        """Return the embeddings of texts; without texts only load the model."""
         begun_s = time.perf_counter()
         asked = await self._endpoint.prepare(request, prepared.embed)
         vectors: Any = []
@@ -61,7 +61,7 @@ class _Handlers:
         return long.response(response)
 
     async def embed_one(self, request: Request) -> Response:
-        """Return the vector of a prompt; empty without a prompt."""
+        """Return the embedding of a prompt; empty without a prompt."""
         asked = await self._endpoint.prepare(request, prepared.embed_one)
         vector = list[float]()
         if asked.texts is not None:

@@ -73,8 +73,8 @@ _KINDS: Final[dict[str, Literal["picture", "sound", ""]]] = {"picture": "picture
 
 
 class PicturePart(Strict):
-    """A picture or sound in a message's content: a data URL or base64, which its client ``called`` so. Of ``media`` the
-    file tells which."""
+    """An image or audio in a message's content: a data URL or base64, which its client ``called`` so. The type of
+    ``media`` is detected from the file."""
 
     type: Literal["picture", "sound", "media"]
     source: str

@@ -66,7 +66,7 @@ class _Handlers:
         self._endpoint = endpoint
 
     async def embed(self, request: Request) -> Response:
-        """Return the vectors of texts."""
+        """Return the embeddings of texts."""
         asked = await self._endpoint.prepare(request, prepared.embedding)
         found = await embed(self._endpoint, request, asked)
         vectors: Iterator[Any] = map(_base64, found.rows) if asked.as_base64 else map(msgspec.Raw, found.encoded())

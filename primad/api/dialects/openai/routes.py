@@ -124,7 +124,7 @@ class _Routes:
         return await self._respond(serving, await serving.prepare(preparations.chat), ChatResponse)
 
     async def complete(self, request: Request) -> Response:
-        """Continue a text."""
+        """Complete a prompt."""
         serving = self._endpoint.serving(request)
         return await self._respond(serving, await serving.prepare(preparations.completion), CompletionResponse)
 

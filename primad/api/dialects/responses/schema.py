@@ -34,14 +34,14 @@ _RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_c
 
 
 class InputAudio(Strict):
-    """A sound, as base64; its ``format`` is detected from the file."""
+    """Audio as base64; its ``format`` is detected from the file."""
 
     data: str
     format: str | None = None
 
 
 class ContentPart(Strict):
-    """A part of an item: input or output text, a refusal, a picture or a sound."""
+    """A part of an item: input or output text, a refusal, an image or audio."""
 
     type: _PartKind
     text: str | None = None
@@ -60,7 +60,7 @@ _Parts = Annotated[
 
 
 class InputItem(Strict):
-    """One item of a conversation: a message, a function call, its result, or thoughts."""
+    """One item of a conversation: a message, a function call, its result, or reasoning."""
 
     type: _ItemKind = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
