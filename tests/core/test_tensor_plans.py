@@ -341,7 +341,7 @@ def test_windows_for_devices_that_are_gone_say_so_and_nothing_of_heads():
     with pytest.raises(PlanError, match="2,6x2 is for 3 devices; found 1"):
         plan(request)
     request = with_fields(request, devices=[device(name, ram=8 * GB) for name in ("desk", "mini", "nas")])
-    with pytest.raises(PlanError, match="heads of this model are for groups of 1"):
+    with pytest.raises(PlanError, match="heads of this model allow at most 1"):
         plan(request)
 
 
