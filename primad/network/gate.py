@@ -29,6 +29,7 @@ Allows = Callable[[str], bool]
 """Whether a device is admitted, given its public key in Z85."""
 
 _ADDRESS_FRAME: Final = 3
+_ZAP: Final = "inproc://zeromq.zap.01"
 
 
 class Gate:
@@ -59,6 +60,8 @@ class Gate:
         try:
             await asyncio.wait([self._task])
         finally:
+            if (socket := self._authenticator.zap_socket) is not None:
+                socket.unbind(_ZAP)  # a closed socket keeps it for a moment, and another gate may open at once
             self._authenticator.stop()
         if not self._task.cancelled():
             self._task.result()  # the task never ends by itself; if it did, that is our own error
