@@ -30,7 +30,7 @@ from primad.network.messages import (
     decode_from_worker,
 )
 from primad.network.scopes import Scopes
-from primad.network.sockets import endpoint, listen, monitored, open_socket, wait_refused
+from primad.network.sockets import endpoint, listen, monitored, open_socket, refusals, unwatch
 from primad.settings.timings import NetworkTimings
 from primad.system.complaints import Complaints
 from primad.system.wire import encode
@@ -131,6 +131,7 @@ class HeadEnd:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_STATES_BYTES)
             self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+            self._refusals: zmq.asyncio.Socket | None = refusals(self._socket)
         except zmq.ZMQError as exc:  # e.g. if no more sockets are available
             raise ClusterError(f"cannot connect to {self.address}: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None
@@ -138,7 +139,7 @@ class HeadEnd:
         try:
             self._socket.connect(endpoint(host, port))
         except zmq.ZMQError as exc:
-            self._socket.close()
+            self.close()
             raise ClusterError(f"{host} is not an address to connect to: {exc.strerror}") from exc
 
     @property
@@ -188,6 +189,7 @@ class HeadEnd:
         A link that only went silent does not show here; the heartbeat detects that.
         """
         assert self._monitor is None, "one waits at a time"
+        self._end_refusals()
         watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
         monitor = self._monitor = monitored(self._socket, watched)
         refused = 0
@@ -199,13 +201,24 @@ class HeadEnd:
                 yield
 
     async def wait_refused(self) -> None:
-        """Wait until the other side refuses this device."""
-        await wait_refused(self._socket)
+        """Wait until the other side refuses this device, or learn that it did."""
+        if self._refusals is None:
+            self._refusals = refusals(self._socket)
+        try:
+            await recv_monitor_message(self._refusals)
+        finally:
+            self._end_refusals()
 
     def close(self) -> None:
         """Close the link."""
+        self._end_refusals()
         if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            unwatch(self._socket, self._monitor)
             self._monitor = None
         self._socket.close()
+
+    def _end_refusals(self) -> None:
+        """Make room for another monitor."""
+        if self._refusals is not None:
+            unwatch(self._socket, self._refusals)
+            self._refusals = None

@@ -28,13 +28,14 @@ from typing import Final
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from halda import LinkProfile, MessageTime
 from primad.errors import ClusterError, ProtocolError
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_ECHO_BYTES, USUAL_BYTES, Echo, Echoed, Refused, decode_from_worker
 from primad.network.scopes import bare
-from primad.network.sockets import bound_socket, endpoint, open_socket, wait_refused
+from primad.network.sockets import bound_socket, endpoint, open_socket, refusals, unwatch
 from primad.network.unreached import CLOSED, SILENT, SLOW, UNTRUSTED, Unreached
 from primad.settings.config import join_address
 from primad.settings.timings import NetworkTimings
@@ -303,12 +304,16 @@ def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[Messa
 
 async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exchange) -> None:
     """Connect, and wait for the first reply. Raises ``_NotReachedError`` with the reason for its absence."""
-    refused = asyncio.ensure_future(wait_refused(socket))
+    try:
+        monitor = refusals(socket)
+    except zmq.ZMQError as exc:  # e.g. if no more sockets are available
+        raise _NotReachedError(SILENT) from exc
     try:
         socket.connect(endpoint(host, port))
     except zmq.ZMQError as exc:  # e.g. an address of a network that this device does not have
-        refused.cancel()
+        unwatch(socket, monitor)
         raise _NotReachedError(SILENT) from exc
+    refused = asyncio.ensure_future(recv_monitor_message(monitor))
     answered = asyncio.ensure_future(exchange(1, 0, 0))
     try:
         await asyncio.wait([refused, answered], return_when=asyncio.FIRST_COMPLETED)
@@ -321,6 +326,7 @@ async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exch
         for task in (refused, answered):
             task.cancel()
         await asyncio.gather(refused, answered, return_exceptions=True)
+        unwatch(socket, monitor)
 
 
 async def _probe_port(host: str, port: int) -> str:

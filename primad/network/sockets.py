@@ -16,7 +16,6 @@ from typing import Final
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from primad.errors import ClusterError
 from primad.network.messages import MAX_MESSAGE_BYTES
@@ -126,15 +125,19 @@ def monitored(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_MONITORS)}")
 
 
-async def wait_refused(socket: zmq.asyncio.Socket) -> None:
-    """Wait until the server of ``socket`` refuses its key; libzmq reports it once, and does not retry."""
-    monitor = monitored(socket, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    try:
-        await recv_monitor_message(monitor)
-    finally:
-        if not socket.closed:
-            socket.disable_monitor()
-        monitor.close(linger=0)
+def refusals(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+    """Return a monitor that receives a message if the server of ``socket`` refuses its key.
+
+    It must be there before ``socket`` connects: libzmq reports a refusal once, and does not retry.
+    """
+    return monitored(socket, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+def unwatch(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    """Close the ``monitor`` of ``socket``, which may then have another."""
+    if not socket.closed:
+        socket.disable_monitor()
+    monitor.close(linger=0)
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -204,6 +204,18 @@ async def test_a_device_with_another_key_receives_nothing():
             await wrong.receive(0.2)
 
 
+async def test_a_refusal_from_before_anyone_waited_for_it_is_noticed():
+    """libzmq reports it once, and a busy head may begin to wait after that."""
+    refused = asyncio.Queue[str]()
+    async with gated(refused.put_nowait) as context:
+        worker = WorkerEnd(context, HOST, None, 0, identity=WORKER)
+        first = head_end(context, worker, WORKER.public)
+        await refused.get()
+        second = head_end(context, worker, WORKER.public)
+        await second.wait_refused()
+        await first.wait_refused()
+
+
 async def test_sending_over_a_closed_link_is_one_clear_error():
     async with worker_end() as (context, worker):
         head = head_end(context, worker, WORKER.public)
