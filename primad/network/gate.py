@@ -60,7 +60,7 @@ class Gate:
         try:
             await asyncio.wait([self._task])
         finally:
-            if (socket := self._authenticator.zap_socket) is not None:
+            if (socket := self._authenticator.zap_socket) is not None and not socket.closed:
                 socket.unbind(_ZAP)  # a closed socket keeps it for a moment, and another gate may open at once
             self._authenticator.stop()
         if not self._task.cancelled():
