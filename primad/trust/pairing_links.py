@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -82,6 +83,7 @@ class PairingServer:
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[asyncio.Task[None], str] = {}
         """Connected addresses, by the task that serves them."""
+        self._is_over = False
         self._complaints = Complaints(logger)
 
     async def run(self) -> CodeOutcome:
@@ -90,8 +92,11 @@ class PairingServer:
         self._changed = asyncio.Event()
         self._inviter = Inviter(self._code, self._who, loop.time(), lifetime_s=self._lifetime_s)
         with contextlib.closing(self._listener):
-            server = await asyncio.start_server(self._accept, sock=self._listener, backlog=_BACKLOG, limit=_LIMIT)
+            server = await asyncio.start_server(
+                self._accept, sock=self._listener, backlog=_BACKLOG, limit=_LIMIT, start_serving=False
+            )
             try:
+                await server.start_serving()  # in this block, as it may be cancelled after it began
                 while (outcome := self._inviter.outcome(loop.time())) is None:
                     self._changed.clear()
                     with contextlib.suppress(TimeoutError):
@@ -102,6 +107,7 @@ class PairingServer:
                     await asyncio.wait(self._peers, timeout=REPLY_S)  # a delayed reply is sent
                 return outcome
             finally:
+                self._is_over = True
                 server.close()
                 for peer in list(self._peers):
                     peer.cancel()
@@ -115,14 +121,16 @@ class PairingServer:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection if there is room for one from its address."""
         address = printable((writer.get_extra_info("peername") or ("nobody",))[0], 64)
-        if len(self._peers) >= MAX_PEERS or list(self._peers.values()).count(address) >= MAX_PEERS_OF_ADDRESS:
+        peers = list(self._peers.values())
+        if self._is_over or len(peers) >= MAX_PEERS or peers.count(address) >= MAX_PEERS_OF_ADDRESS:
             writer.transport.abort()
             return
         task = asyncio.create_task(self._serve(reader, writer, address))
         self._peers[task] = address
-        task.add_done_callback(self._left)
+        task.add_done_callback(functools.partial(self._left, writer))
 
-    def _left(self, peer: asyncio.Task[None]) -> None:
+    def _left(self, writer: asyncio.StreamWriter, peer: asyncio.Task[None]) -> None:
+        writer.transport.abort()  # here, since a task that is cancelled before it starts closes nothing
         del self._peers[peer]
         self._inviter.forget(peer)
         self._changed.set()
@@ -146,7 +154,6 @@ class PairingServer:
             with contextlib.suppress(TimeoutError, OSError):
                 async with asyncio.timeout(_FLUSH_S):
                     await writer.wait_closed()  # written data is sent first
-            writer.transport.abort()
 
     def _reply(self, data: bytes, address: str) -> bytes:
         """Return the reply to a message. Raises ``ProtocolError``."""

@@ -236,6 +236,28 @@ async def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatc
         assert await desk.end is CodeOutcome.USED
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_connection_accepted_as_the_server_is_cancelled_is_closed(is_over: bool):
+    loop = asyncio.get_running_loop()
+    async with invited() as desk:
+        await asyncio.sleep(0)
+        if is_over:
+            desk.end.cancel()
+            await asyncio.wait([desk.end])
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            desk.end.cancel()
+            desk.server._accept(reader, writer)  # its task is cancelled before it starts
+
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            await loop.connect_accepted_socket(
+                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(), accept), theirs
+            )
+            assert await loop.sock_recv(ours, 1) == b""
+
+
 async def test_a_server_that_is_cancelled_closes_everything():
     async with invited() as desk:
         reader, writer = await stranger(desk.port)
