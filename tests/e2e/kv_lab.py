@@ -85,11 +85,13 @@ class Lab:
     def computing(self) -> set[str]:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
-    def resumes_after(self, act: Callable[[], object], *, restored: int = 0, again: int | None = None) -> None:
-        """Do ``act`` in the middle of a request: at least ``restored`` tokens come from KV blocks, and at most
-        ``again`` are computed again."""
+    def resumes_after(
+        self, act: Callable[[], object], *, still: bool = False, restored: int = 0, again: int | None = None
+    ) -> None:
+        """Do ``act`` in the middle of a request, with a ``still`` ring or not: at least ``restored`` tokens come from KV
+        blocks, and at most ``again`` are computed again."""
         before = self.kv
-        reported = self.ask(act)
+        reported = self.ask(act, still=still)
         after = self.kv
         computed = after["computed_again_tokens"] - before["computed_again_tokens"]
         found = after["restored_tokens"] - before["restored_tokens"]

@@ -65,7 +65,7 @@ def test_a_device_and_its_replica_die_together(lab):
         for name in (first, second):
             lab.workers[name].kill()
 
-    lab.resumes_after(act)
+    lab.resumes_after(act, still=True)
 
 
 def test_a_joining_device_gets_the_kv_blocks_of_its_layers(lab):
