@@ -25,11 +25,11 @@ from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import (
     Head,
     Primad,
-    command_of,
     control_port,
     joining,
     run_primad,
     serving,
+    steady_processes,
     wait_joined,
     wait_until,
 )
@@ -129,7 +129,7 @@ class AttackedCluster:
         """Return what all processes use now, except solver processes, which come and go."""
         rss: dict[int, int] = {}
         descriptors: dict[int, int] = {}
-        for process in (each for run in self.daemons.values() for each in steady(run)):
+        for process in (each for run in self.daemons.values() for each in steady_processes(run)):
             rss[process.pid] = process.memory_info().rss
             descriptors[process.pid] = process.num_fds()
         return Costs(rss, descriptors)
@@ -199,14 +199,9 @@ def trust(home: Path, device: Identity, role: TrustRole) -> None:
     store.add(trusted_now("rogue", device.public, BY_HAND, role))
 
 
-def steady(run: Primad) -> list[psutil.Process]:
-    """Return the processes of a daemon that live as long as it serves."""
-    return [each for each in run.processes() if "primad.planning.solver_process" not in command_of(each)]
-
-
 def listening(run: Primad) -> set[int]:
     """Return the TCP ports on which a daemon's processes listen; they and the UDP ports must be on loopback."""
-    return set().union(*map(listening_of, steady(run)))
+    return set().union(*map(listening_of, steady_processes(run)))
 
 
 def listening_of(process: psutil.Process) -> set[int]:

@@ -199,6 +199,12 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+def steady_processes(run: Primad) -> list[psutil.Process]:
+    """Return the processes of a daemon that live as long as it serves: all but solver processes, which come and go."""
+    commands = [(process, command_of(process)) for process in run.processes()]
+    return [process for process, command in commands if command and "primad.planning.solver_process" not in command]
+
+
 def ring_processes(run: Primad) -> list[psutil.Process]:
     """Return the ring processes of a daemon: one, or two while the next ring forms, or the previous one ends or is kept
     loaded (``keep_loaded``)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from tests.e2e.cluster import HTTP, PATIENCE_S, Head, wait_until
+from tests.e2e.cluster import HTTP, PATIENCE_S, Head, steady_processes, wait_until
 
 PROMPTS = (
     "Once upon a time",
@@ -99,7 +99,7 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Resources:
-    """What all processes of a head use."""
+    """What all processes of a head use, except solver processes."""
 
     descriptors: int
     threads: int
@@ -116,7 +116,7 @@ def resources_of(head: Head) -> Resources:
         return True
 
     wait_until(settled, "no answer is open")
-    return _resources_of(head.run.processes())
+    return _resources_of(steady_processes(head.run))
 
 
 def _connections(head: Head) -> list[object]:
