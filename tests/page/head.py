@@ -53,6 +53,7 @@ def served(backend: FakeBackend, door: Door = OPEN, **more: Any) -> Iterator[str
     """The app under uvicorn in a thread; its URL."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         app = create_app(backend, admission=Admission(door=door, owner_key=OWNER), **more)
         server = uvicorn.Server(
             uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)

@@ -53,6 +53,7 @@ def head(backend: FakeBackend, **more: Any) -> Iterator[str]:
     """The URL of a server in a thread."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         app = create_app(backend, **more)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

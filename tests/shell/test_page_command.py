@@ -22,6 +22,7 @@ OWNER = "the-owner's-key-is-long"
 def url() -> Iterator[str]:
     listener = socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()
     app = create_app(FakeBackend(replies("Hi")), admission=Admission(owner_key=OWNER))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
