@@ -38,7 +38,9 @@ async def patient(
         app = own = create_app(backend)
         checks = own.state.checks
     patience = kind(timeout_s, send_timeout_s, checks=checks, **limits)
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=patience.protocol)
+    config = uvicorn.Config(
+        app, log_config=None, lifespan="off", ws="none", http=patience.protocol, timeout_keep_alive=PATIENCE_S
+    )
     server = uvicorn.Server(config)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[Listener(listener, patience)]))

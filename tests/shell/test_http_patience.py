@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,7 @@ from primad.api.http.listener import MAX_REFUSED
 from primad.api.http.patience import MAX_READS, Patience
 from primad.api.http.starts import MAX_STARTS
 from tests.fakes.backend import Call, FakeBackend, Item, replies
+from tests.fakes.http import PATIENCE_S
 from tests.fakes.watchdog import watched_loop
 from tests.shell.gated import raw, until_closed
 from tests.shell.patient import patient
@@ -116,7 +118,7 @@ async def test_a_connection_over_the_limit_is_refused_but_its_health_check_succe
             client.setblocking(False)
             return await asyncio.get_running_loop().sock_recv(client, 1 << 10)
 
-    async with patient(FakeBackend(replies("Hi")), kind=Counting, maximum=8) as port:
+    async with patient(FakeBackend(replies("Hi")), timeout_s=PATIENCE_S, kind=Counting, maximum=8) as port:
         gate = [await raw(port) for _ in range(4)]
         for _, writer in gate:
             writer.write(REQUEST)
@@ -260,15 +262,15 @@ async def test_a_client_that_sends_many_parts_is_read_in_small_pieces_and_others
     """A health check waits for a few turns of the loop, and each part of a body takes time in one."""
     maximum = dict.fromkeys(("parts", "plain"), 0)
 
-    class Watching(Patience):
-        turns = 0
+    reads = Counter[http_patience.PatientProtocol]()
 
+    class Watching(Patience):
         def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
             if parts <= http_patience.FEW_PARTS:
                 maximum["plain"] = max(maximum["plain"], read_bytes)
             else:
-                self.turns += 1
-                if self.turns > 4:  # by then it is known which is which
+                reads[connection] += 1
+                if reads[connection] > 2:  # by then it is known which is which
                     maximum["parts"] = max(maximum["parts"], parts)
             return super().read_next(connection, read_bytes, parts)
 
@@ -336,12 +338,13 @@ async def test_few_of_many_clients_that_send_a_body_are_read_per_turn_of_the_loo
 
 
 class Seen(Patience):
-    """Tracks which of its connections and transports are not freed."""
+    """Tracks which of its connections and transports are not freed, and whether one has ended."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.made = weakref.WeakSet[Any]()
-        seen.append(self.made)
+        self.gone = asyncio.Event()
+        seen.append(self)
 
     def protocol(self, *arguments: Any, **options: Any) -> Any:
         made = super().protocol(*arguments, **options)
@@ -352,8 +355,12 @@ class Seen(Patience):
         super().is_silent(connection)
         self.made.add(connection.transport)
 
+    def is_gone(self, connection: Any) -> None:
+        super().is_gone(connection)
+        self.gone.set()
 
-seen: list[weakref.WeakSet[Any]] = []
+
+seen: list[Seen] = []
 
 
 def asked(**fields: Any) -> bytes:
@@ -394,9 +401,10 @@ async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent)
                 await reader.read(1)
             writer.close()
             await writer.wait_closed()
+            await seen[-1].gone.wait()
             for _ in range(1000):
                 await asyncio.sleep(0)
-            assert not seen[-1]
+            assert not seen[-1].made
             assert not [each for each in gc.get_objects() if isinstance(each, (RequestResponseCycle, ExceptionGroup))]
         finally:
             gc.enable()
@@ -417,9 +425,10 @@ async def test_a_client_that_leaves_early_leaves_nothing_to_the_garbage_collecto
             writer.write(asked(stream=stream))
             await started.wait()
             writer.transport.abort()
+            await seen[-1].gone.wait()
             for _ in range(1000):
                 await asyncio.sleep(0)
-            assert not seen[-1]
+            assert not seen[-1].made
             assert not [each for each in gc.get_objects() if isinstance(each, ClientDisconnect)]
         finally:
             gc.enable()
