@@ -136,6 +136,8 @@ async def test_a_revoked_worker_reports_it_and_works_for_nobody_until_its_head_r
         neighbour = new_identity()
         await desk.takes()
         await desk.report_line(introduces(neighbour))
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)  # messages of two connections have no order
         await other.report_line(Revoked())
         line = await lap.emits("desk revoked this device")
         assert "'primad pair --code CODE' here" in line
