@@ -51,8 +51,9 @@ class Relay:
         writers, self._writers = self._writers, []
         for writer in writers:
             end: socket.socket = writer.get_extra_info("socket")
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
-            writer.transport.abort()
+            if end.fileno() >= 0:  # its client has not closed it
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+                writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -50,10 +51,10 @@ def at_once(monkeypatch):
 class LabHead:
     """A head's relay server on loopback that can be stopped."""
 
-    def __init__(self, app: ASGIApp, session: int = 1, gone_after_s: float = PATIENCE_S) -> None:
+    def __init__(self, app: ASGIApp, session: int = 1) -> None:
         self._context = zmq.asyncio.Context()
         self.server = RelayServer(
-            self._context, HOST, HEAD, app, allows={DEVICE.public}.__contains__, gone_after_s=gone_after_s
+            self._context, HOST, HEAD, app, allows={DEVICE.public}.__contains__, gone_after_s=PATIENCE_S
         )
         self.place = HeadPlace(
             name="tower",
@@ -61,7 +62,7 @@ class LabHead:
             address=HOST,
             port=self.server.port,
             session=session,
-            gone_after_s=gone_after_s,
+            gone_after_s=PATIENCE_S,
         )
         self._started = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -364,13 +365,16 @@ def test_a_silent_head_and_a_silent_device_time_out(monkeypatch):
 
     async def scenario() -> None:
         backend = FakeBackend(replies("a", asyncio.Event()))
-        head = await LabHead(create_app(backend), gone_after_s=0.2).started()
+        head = await LabHead(create_app(backend)).started()
         relay = Relay(DEVICE, "sofa")
         relay.follow(head.place)
         async with asyncio.timeout(PATIENCE_S):
             client = BareClient(CHAT, **HELLO, stream=True)
             task = asyncio.create_task(relay(client.scope, client.receive, client.send))
             await _until(client, b'"a"')
+            link = relay._to_head()
+            link.place = replace(link.place, gone_after_s=0.2)  # before, neither is silent, however slow this machine
+            head.server._gone_after_s = 0.2
             monkeypatch.setattr(link_module.HeadLink, "_send", lambda *_: None)  # none of its messages arrive any more
             await backend.calls[0].closed.wait()
             await task
