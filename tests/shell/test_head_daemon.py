@@ -647,8 +647,8 @@ async def test_a_silent_device_causes_a_shadow_ring_that_serves_once_it_is_gone(
         first = await here.serves("nas", "lap")
         stream, request = await here.stream(first)
         nas.silent = True
-        shadow = await here.rings.find(lambda each: each.epoch > first.epoch and each.formed)
-        assert shadow.workers == {"lap"}
+        # a machine that pauses this process for a second seems to silence both at first
+        shadow = await here.rings.find(lambda each: each is not first and each.workers == {"lap"} and each.formed)
         assert not first.closed
         first.draw(request, 10)
         await stream.has(10)
