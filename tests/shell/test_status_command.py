@@ -201,6 +201,7 @@ def test_control_characters_of_an_endpoint_are_escaped(command, endpoint):
 
 @pytest.mark.parametrize("arguments", [(), ("--json",), ("--watch",)])
 def test_no_head_is_one_clear_error(command, endpoint, arguments):
+    endpoint.server.shutdown()  # a thread that begins to serve a closed socket would print its error
     endpoint.server.server_close()
     code, out, err = command("status", *arguments, "--url", endpoint.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
