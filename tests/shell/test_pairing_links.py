@@ -215,10 +215,12 @@ async def test_a_peer_that_trickles_bytes_is_cut_off_at_its_deadline(monkeypatch
     async with invited() as desk:
         reader, writer = await stranger(desk.port)
         writer.write(b"\x00")
-        await brought(desk.port)
+        with pytest.raises(ClusterError, match="wrong code"):  # the right one would end the server, and this peer
+            await brought(desk.port, OTHER)
         assert not reader.at_eof()
         run_out(monkeypatch)
         assert await reads_end(reader)
+        assert not desk.end.done()
         writer.close()
 
 
