@@ -764,13 +764,15 @@ async def test_the_server_reads_nothing_but_layers(layers, digest):
 
 async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
     greedy, modest = new_identity(), new_identity()
-    ref, log, released = layers[2].ref(), list[int](), threading.Event()
+    ref, log, may_read = layers[2].ref(), list[int](), threading.Semaphore(0)
 
     def lines() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.name == "primad.layers.server"]
 
     with caplog.at_level(logging.WARNING, "primad.layers.server"):
-        slow: dict[str, LayerSource] = {ref.digest: Counting(layers[2], log, lambda _: released.wait(PATIENCE_S))}
+        slow: dict[str, LayerSource] = {
+            ref.digest: Counting(layers[2], log, lambda _: may_read.acquire(timeout=PATIENCE_S))
+        }
         async with (
             links(lambda key: True) as context,
             running(context, slow, "head", complain_every_s=1000.0) as source,
@@ -784,13 +786,18 @@ async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog)
             await patient_client.send(encode(FetchChunk(digest=ref.digest, offset=CHUNK_BYTES, size=8)))
             await patient_client.send(encode(AskPresent(digests=[ref.digest])))
             await patient_client.recv_multipart()  # so the request before it is queued
-            released.set()
+            while len(log) < READS_AT_ONCE:  # noqa: ASYNC110  (nothing notifies)
+                await asyncio.sleep(0)
+            may_read.release(READS_AT_ONCE)
+            while len(log) < 2 * READS_AT_ONCE:  # noqa: ASYNC110  (nothing notifies)
+                await asyncio.sleep(0)
+            assert 1 in log, "its turn comes after those that were being read"
+            may_read.release(20 * REQUESTS_WAITING)
             _, data = await patient_client.recv_multipart()
             assert data == layers[2].read(CHUNK_BYTES, 8)
             grabbing.close()
             patient_client.close()
     assert len(lines()) == 1
-    assert 1 in log[: READS_AT_ONCE + 2], "its turn came after those that were being read"
     assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
 
 
