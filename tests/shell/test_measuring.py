@@ -100,12 +100,13 @@ async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config,
         if next(starts) == 1:  # another daemon of this machine has measured meanwhile
             write(machine_record(None), home_record(), config.home)
 
-    computed_s = iter([0.0, 0.0, 0.5])
+    computed_s = 0.0
     monkeypatch.setattr(module, "_idle", idle)
-    monkeypatch.setattr(module, "ring_cpu_s", lambda: next(computed_s, 0.5))
+    monkeypatch.setattr(module, "ring_cpu_s", lambda: computed_s)
     with measuring():  # the first child waits for its turn until something is computed
         refining = asyncio.create_task(OwnProfile(config, Reports()).refine())
         await until_a_child_runs()
+        computed_s = 0.5
         while children():  # noqa: ASYNC110  (nothing notifies)
             await asyncio.sleep(0.02)
     await refining
