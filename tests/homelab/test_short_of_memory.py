@@ -96,11 +96,15 @@ def computing(cluster: Cluster) -> set[str]:
 
 
 def resident_bytes(cluster: Cluster, name: str) -> int:
-    """Return the bytes of resident layers on a device; 0 if unknown."""
-    for device in cluster.status().get("devices", ()):
-        if device["name"] == name:
-            return int(device["memory"].get("resident_bytes") or 0)
-    return 0
+    """Wait until a device reports the bytes of its resident layers, and return them; 0 if it has none."""
+    deadline = time.monotonic() + SHORT_S
+    while True:
+        reported = [each["memory"] for each in cluster.status().get("devices", ()) if each["name"] == name]
+        if not reported:
+            return 0
+        if (resident := reported[0]["resident_bytes"]) is not None:  # null if it did not reply in time
+            return int(resident)
+        assert time.monotonic() < deadline, cluster.logs()
 
 
 def printed(head: Running, text: str) -> bool:
