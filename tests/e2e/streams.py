@@ -18,6 +18,9 @@ STORY = "Once upon a time, in a village by the sea,"
 TOKENS = 120
 MIDDLE = 40
 """Number of chunks after which something happens to a device."""
+STILL_S = 1.0
+"""If the ring stands still for longer before ``act`` begins, which a paused machine may cause, the daemon might end it
+meanwhile."""
 LOOKS = 3
 """Number of checks whether the completion is open, while the ring is stopped: earlier tokens may still arrive."""
 
@@ -50,8 +53,8 @@ def ask(
 
     If the completion has ended by then, since the client may be late, ``act`` is not called and the request is
     repeated; likewise if ``act`` raises ``CompletionOverError``. With ``still`` the head's ring process is stopped until
-    ``act`` returns, which must not take long: the daemon checks every second whether it hangs. With ``act`` there is no
-    speculation, so that the completion lasts.
+    ``act`` returns, which must not take long: the daemon checks every second whether it hangs; if the time before is
+    long, the request is repeated too. With ``act`` there is no speculation, so that the completion lasts.
     """
     body = {
         "prompt": STORY,
@@ -87,8 +90,11 @@ class _Acting:
         self.outcome = self._pool.submit(self._happen)
 
     def _happen(self) -> bool:
+        began = time.monotonic()
         with stopped(self._ring) as stands:
             if not stands or not is_open(self._head):
+                return False
+            if self._still and time.monotonic() - began > STILL_S:
                 return False
             if self._still:
                 self._act()

@@ -119,12 +119,17 @@ class Lab:
         )
 
     def continues_after(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
-        """Check a completion with ``act`` in its middle; return the head's lines, with the cause if ``breaking``."""
-        before = len(self.head.run.lines)
-        reported = ask(self.head, act, still=True, tokens=TOKENS, middle=MIDDLE)
+        """Check a completion with ``act`` in its middle; return the head's lines since, with the cause if ``breaking``."""
+        before: list[int] = []
+
+        def begin() -> None:
+            before.append(len(self.head.run.lines))
+            act()
+
+        reported = ask(self.head, begin, still=True, tokens=TOKENS, middle=MIDDLE)
         if breaking and reported.error is None:  # the answer may be there before the line was read
-            wait_until(lambda: bool(breaks(self.head.run.lines[before:])), f"the head says why: {what}")
-        printed = self.head.run.lines[before:]
+            wait_until(lambda: bool(breaks(self.head.run.lines[before[0] :])), f"the head says why: {what}")
+        printed = self.head.run.lines[before[0] :]
         note("recovery from a disk", reported.gap_s, f"{what}; {printed[:1]}")
         assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
             self.head.run.output
@@ -178,8 +183,11 @@ def overwrite(file: Path) -> None:
 
 @needs_pages
 def test_layers_stream(lab):
-    memory = {name: device["memory"] for name, device in lab.status().items()}
-    assert all(memory[name]["streamed"] > 0 for name in ("w1", "w2")), memory
+    def stream() -> bool:
+        devices = lab.status()  # a figure is null if the device did not reply in time
+        return all((devices[name]["memory"]["streamed"] or 0) > 0 for name in ("w1", "w2"))
+
+    wait_until(stream, "layers of both workers stream")
 
 
 @needs_bad_disk
