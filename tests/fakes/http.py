@@ -135,3 +135,25 @@ async def served(backend: Backend, *, patience_s: float = PATIENCE_S, **more: An
                 yield f"http://127.0.0.1:{port}"
             finally:
                 server.should_exit = True
+
+
+@contextmanager
+def served_in_thread(backend: Backend, graceful_s: int | None = None, **more: Any) -> Iterator[str]:
+    """Serve the app with uvicorn on a free loopback port in a thread; yields its URL. ``more`` goes to the app.
+
+    At the end connections are closed after ``graceful_s``; None waits for them.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        app = create_app(backend, **more)
+        config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=graceful_s)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            app.state.close()
+            server.should_exit = True
+            thread.join()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from socket import socket
 from typing import Any
 
-import uvicorn
 from playwright.sync_api import Page
 
-from primad.api.app import create_app
 from primad.api.http.access import OPEN, Admission, Door
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
+from tests.fakes.http import served_in_thread
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -51,21 +48,9 @@ def backend_with(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> Sl
 @contextmanager
 def served(backend: FakeBackend, door: Door = OPEN, **more: Any) -> Iterator[str]:
     """The app under uvicorn in a thread; its URL."""
-    with socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        app = create_app(backend, admission=Admission(door=door, owner_key=OWNER), **more)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-        )
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            app.state.close()
-            server.should_exit = True
-            thread.join()
+    admission = Admission(door=door, owner_key=OWNER)
+    with served_in_thread(backend, graceful_s=1, admission=admission, **more) as url:
+        yield f"{url}/"
 
 
 def store_chats(page: Page, *chats: list[str]) -> None:

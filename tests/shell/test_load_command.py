@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from socket import socket
-from typing import Any
 
 import pytest
-import uvicorn
 
 from primad.api.answering.models import ModelState
-from primad.api.app import create_app
 from primad.api.http.access import Admission, Door
 from primad.api.http.keys import ApiKey, digest_of
 from primad.api.http.offered import find_offered
 from primad.network.local_heads import announced_head
 from primad.trust.local_trust import VARIABLE
 from tests.fakes.backend import FakeBackend, replies
+from tests.fakes.http import served_in_thread
 from tests.fakes.model_stores import toy
 from tests.fakes.models import FakeModels, backend_of, without_model
 
@@ -48,24 +42,6 @@ def _isolated(monkeypatch, tmp_path):
     monkeypatch.delenv("PRIMAD_API_KEY", raising=False)
 
 
-@contextmanager
-def head(backend: FakeBackend, **more: Any) -> Iterator[str]:
-    """The URL of a server in a thread."""
-    with socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        app = create_app(backend, **more)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            app.state.close()
-            server.should_exit = True
-            thread.join()
-
-
 def three() -> LoadingModels:
     models = LoadingModels(backend_of("one"), backend_of("org/two:Q4_K_M"), backend_of("broken"))
     models.failing.add("broken")
@@ -74,7 +50,7 @@ def three() -> LoadingModels:
 
 def test_a_model_is_loaded_by_a_short_name_and_unloaded(command):
     models = three()
-    with head(without_model(), models=models) as url:
+    with served_in_thread(without_model(), models=models) as url:
         assert command("load", "two", "--url", url) == (0, "org/two:Q4_K_M: loaded\n", "")
         assert list(models.loaded()) == ["org/two:Q4_K_M"]
         assert command("load", "two", "--url", url)[0] == 0, "again"
@@ -83,13 +59,13 @@ def test_a_model_is_loaded_by_a_short_name_and_unloaded(command):
 
 
 def test_why_a_model_is_not_loaded_is_one_line(command):
-    with head(without_model(), models=three()) as url:
+    with served_in_thread(without_model(), models=three()) as url:
         assert command("load", "broken", "--url", url)[2].endswith("broken: cannot be loaded: no device has room\n")
         for verb in ("load", "unload"):
             code, out, err = command(verb, "three", "--url", url)
             assert (code, out, err.count("\n")) == (2, "", 1)
             assert "there are: one, org/two:Q4_K_M, broken" in err
-    with head(FakeBackend(replies())) as url:
+    with served_in_thread(FakeBackend(replies())) as url:
         assert "serves one model, " in command("load", "one", "--url", url)[2]
     assert "no response; is 'primad serve' running?" in command("unload", "one", "--url", url)[2]
 
@@ -97,7 +73,7 @@ def test_why_a_model_is_not_loaded_is_one_line(command):
 def test_without_the_right_key_nothing_is_loaded(command):
     models = three()
     door = Door(keys=lambda: (ApiKey(name="laptop", digest=digest_of(KEY)),))
-    with head(without_model(), models=models, admission=Admission(door=door)) as url:
+    with served_in_thread(without_model(), models=models, admission=Admission(door=door)) as url:
         assert "requires an API key" in command("load", "one", "--url", url)[2]
         assert command("load", "one", "--url", url, "--api-key", KEY)[0] == 0
     assert list(models.loaded()) == ["one"]
@@ -107,7 +83,7 @@ def test_models_shows_the_loaded_models_of_a_head(command, tmp_path):
     models = three()
     models.change("one", state=ModelState.LOADED)
     models.change("broken", state=ModelState.LOADING, progress=0.5, expected_s=3.0)
-    with head(without_model(), models=models) as url:
+    with served_in_thread(without_model(), models=models) as url:
         listed = command("models", "--url", url)[1]
         assert [line.split()[0] for line in listed.splitlines()] == ["name", "one", "org/two:Q4_K_M", "broken"]
         assert "loading, 50 %, about 3 s left" in listed
@@ -121,7 +97,7 @@ def test_models_of_this_device_have_the_state_that_its_head_reports(command, tmp
     assert "state" not in command(*words)[1]
     models = three()
     models.change("one", state=ModelState.LOADED)
-    with head(without_model(), models=models) as url:
+    with served_in_thread(without_model(), models=models) as url:
         with announced_head(tmp_path / "home", "desk", url, 8080):
             assert "loaded" in command(*words)[1]
             listed = json.loads(command(*words, "--json")[1])

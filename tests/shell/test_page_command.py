@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from socket import socket
 
 import httpx
 import pytest
-import uvicorn
 
-from primad.api.app import create_app
 from primad.api.http.access import Admission
 from primad.cli import page as page_command
 from tests.fakes.backend import FakeBackend, replies
+from tests.fakes.http import served_in_thread
 
 OWNER = "the-owner's-key-is-long"
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    listener = socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    app = create_app(FakeBackend(replies("Hi")), admission=Admission(owner_key=OWNER))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with served_in_thread(FakeBackend(replies("Hi")), admission=Admission(owner_key=OWNER)) as url:
+        yield url
 
 
 @pytest.fixture
