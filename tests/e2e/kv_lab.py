@@ -112,7 +112,7 @@ class Lab:
 
         It does as worker ``other`` is stopped, briefly. Raises ``CompletionOverError`` if the request ends first.
         """
-        replica = KvStore(self._cells(self.replica_of(name)))
+        replica = KvStore(self.cells(self.replica_of(name)))
         while True:
             with ExitStack() as stack:
                 for process in ring_processes(self.workers[other]):
@@ -121,7 +121,7 @@ class Lab:
                 while time.monotonic() < until:
                     if not is_open(self.head):
                         raise CompletionOverError
-                    computed = list(self._cells(name).glob("*/*.cells"))
+                    computed = list(self.cells(name).glob("*/*.cells"))
                     if sum(not is_copied(path, replica) for path in computed) <= 1 < len(computed):
                         yield
                         return
@@ -133,16 +133,17 @@ class Lab:
         self.workers[name].kill()
         wait_until(lambda: not ring_processes(self.workers[name]), f"the ring process of {name} has ended")
 
+    def cells(self, name: str) -> Path:
+        """Return the folder of a device's KV blocks."""
+        return self.homes[name] / "run" / "cells"
+
     def copied(self, name: str) -> list[Path]:
         """Return one replica file of each block on a device, in the order of the request; a block may have several."""
-        found = self._cells(name).glob("*/*.copy")
+        found = self.cells(name).glob("*/*.copy")
         by_block: dict[Path, Path] = {}
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
             by_block.setdefault(path.parent, path)
         return list(by_block.values())
-
-    def _cells(self, name: str) -> Path:
-        return self.homes[name] / "run" / "cells"
 
 
 def is_copied(path: Path, replica: KvStore) -> bool:

@@ -134,7 +134,7 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
 
 
 def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
-    """Return a function that kills a worker once its replica is complete; the ``other`` worker is slowed until then."""
+    """Return a function that kills a worker once its replica is complete, while the ``other`` worker is stopped."""
 
     def act() -> None:
         with lab.all_copied(name, other):
