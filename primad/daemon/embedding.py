@@ -29,7 +29,7 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError, PrimadError, RequestError, RingError
-from primad.system.children.asked_child import AskedChild
+from primad.system.children.asked_child import AskedChild, twice
 from primad.system.children.spawn import environment
 from primad.system.shares import Shares, Turns
 from primad.system.tasks import resolve
@@ -108,7 +108,7 @@ class EmbeddingService:
         number of tokens.
 
         Raises ``RequestError`` if texts cannot be embedded or too many requests wait, ``RingError`` if the process
-        ended or hung; the next request starts it again.
+        ended twice or hung; the next request starts it again.
         """
         self._requests += 1
         try:
@@ -175,18 +175,21 @@ class EmbeddingService:
             if future.cancelled():
                 continue
             try:
-                if self._child is None or not self._child.is_alive:
-                    await self._load()
-                begin_s = time.perf_counter()
-                try:
-                    resolve(future, await self._ask(task))
-                finally:
-                    self._computed_s += time.perf_counter() - begin_s
+                resolve(future, await twice(partial(self._compute, task)))
             except PrimadError as exc:
                 _fail(future, RingError(f"{exc}; the next request starts it again"))
             except asyncio.CancelledError:
                 _fail(future, RingError("primad is stopping"))
                 raise
+
+    async def _compute(self, task: EmbeddingTask) -> EmbeddingReply:
+        if self._child is None or not self._child.is_alive:
+            await self._load()
+        begin_s = time.perf_counter()
+        try:
+            return await self._ask(task)
+        finally:
+            self._computed_s += time.perf_counter() - begin_s
 
     async def _load(self) -> EmbedderReady:
         await self._end()

@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,6 +21,7 @@ from primad.daemon.encoder_child import CLOSED, TIMEOUT_S, EncoderChild
 from primad.engine.pictures.headers import check_sent
 from primad.engine.pictures.messages import EncodedPicture, LoadEncoder, PictureRefused
 from primad.errors import PrimadError, RequestError, RingError
+from primad.system.children.asked_child import twice
 from primad.system.tasks import Tasks, to_its_end
 from primad.system.turn_lock import TurnLock
 
@@ -114,7 +116,7 @@ class PictureService:
         """Encode the file ``data``, which its request, of ``owner``, calls ``called``.
 
         Raises ``RequestError`` if it is not a picture or too large, ``EngineError`` if the encoder cannot be loaded,
-        ``RingError`` if its process ended or hung; the next picture starts it again.
+        ``RingError`` if its process ended twice or hung; the next picture starts it again.
         """
         check_sent(data, called)  # checks the header only, so that no process is asked or started in vain
         digest = hashlib.sha256(data).hexdigest()
@@ -163,7 +165,7 @@ class PictureService:
             await self._child.end()
             self._child.load = msgspec.structs.replace(self._child.load, gpu=gpu)
         try:
-            return await self._child.encode(data)
+            return await twice(partial(self._child.encode, data))
         except PrimadError as exc:
             if not gpu or self._closed:
                 raise

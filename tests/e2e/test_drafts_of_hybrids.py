@@ -35,6 +35,7 @@ def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: objec
     reported: Answer = []
     counts: dict[str, int] = {}
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
+        assert answered.status_code == 200, answered.read()
         for line in answered.iter_lines():
             if not line.startswith("data: {"):
                 continue

@@ -123,6 +123,7 @@ def leaves(offered: Offered, name: str) -> None:
     """Request a long completion and disconnect early."""
     body = {"model": name, "prompt": PROMPT, "max_tokens": 400, "stream": True}
     with httpx.stream("POST", f"{offered.head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
+        assert answered.status_code == 200, answered.read()
         for _ in answered.iter_lines():
             return
 

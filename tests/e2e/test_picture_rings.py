@@ -169,6 +169,7 @@ def asked(head, act=None, messages=MESSAGES, tokens=48, read=lambda progress: No
     text, pieces, usage = "", 0, None
     body |= {"stream_options": {"include_usage": True}, "return_progress": True}
     with httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
+        assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue

@@ -110,6 +110,7 @@ def test_a_worker_relays_the_heads_stream_and_the_departure_of_a_client(three):
     assert len(direct) > 12
     assert through == direct
     with httpx.stream("POST", f"{relayed.url}{path}", json=body | {"max_tokens": 400}, timeout=PATIENCE_S) as answer:
+        assert answer.status_code == 200, answer.read()
         next(answer.iter_lines())
     slots = f"{relayed.url}/slots"
     wait_until(lambda: not any(slot["is_processing"] for slot in HTTP.get(slots).json()), "the sequence is free")

@@ -99,16 +99,27 @@ async def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_crash_is_one_error_and_the_next_request_succeeds(smollm2):
-    async with embedding(smollm2) as service:
+async def test_a_crash_is_no_error_but_a_second_one_in_a_request_is_and_the_next_request_succeeds(smollm2):
+    crashing = False
+
+    def began(pid):
+        if crashing:
+            os.kill(pid, signal.SIGKILL)
+
+    async with embedding(smollm2, began=began) as service:
         before = await service.embed(["Hello"], INPUT)
-        os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
-        pending = asyncio.create_task(service.embed(["Hello"], INPUT))
-        for _ in range(20):  # turns of the event loop until it is asked
-            await asyncio.sleep(0)
-        os.kill(service.pid, signal.SIGKILL)
-        with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):
-            await pending
+        for crashing in (False, True):
+            os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
+            pending = asyncio.create_task(service.embed(["Hello"], INPUT))
+            for _ in range(20):  # turns of the event loop until it is asked
+                await asyncio.sleep(0)
+            os.kill(service.pid, signal.SIGKILL)
+            if crashing:
+                with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):
+                    await pending
+            else:
+                assert await pending == before
+        crashing = False
         assert await service.embed(["Hello"], INPUT) == before
         leaving = asyncio.create_task(service.embed(["sea " * 2000] * 9, INPUT))
         await asyncio.sleep(0)
@@ -117,7 +128,7 @@ async def test_a_crash_is_one_error_and_the_next_request_succeeds(smollm2):
         assert await service.embed(["Hello"], INPUT) == before
         assert service.pid == pid, "who leaves costs nobody a new process"
         status = service.status()
-        assert (status["requests"], status["errors"], status["starts"], status["waiting"]) == (5, 1, 2, 0)
+        assert (status["requests"], status["errors"], status["starts"], status["waiting"]) == (6, 1, 4, 0)
         assert status["alive"]
         assert status["rss_bytes"] > 1 << 20
         assert (status["tokens"] > 0, status["compute_s"] > 0) == (True, True)

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Mapping
-from typing import Final, Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Self, TypeVar
 
 import msgspec
 import psutil
@@ -20,10 +20,22 @@ from primad.system.processors import OwnTime
 
 GRACE_S: Final = 60.0
 """Time limit for the end of a process that no longer replies."""
+Reply = TypeVar("Reply")
 
 
-class EndedError(Exception):
+class EndedError(RingError):
     """The process has ended; the text says how."""
+
+
+async def twice(attempt: Callable[[], Awaitable[Reply]]) -> Reply:
+    """Return the result of ``attempt``, which is repeated once if the process ended: it need not be the task's fault.
+
+    Raises ``EndedError`` for the second end.
+    """
+    try:
+        return await attempt()
+    except EndedError:
+        return await attempt()
 
 
 class AskedChild:
@@ -77,14 +89,15 @@ class AskedChild:
             reading.cancel()
 
     async def answer(self, task: msgspec.Struct, what: str, timeout_s: float) -> bytes:
-        """The reply to ``task``; ``what`` names the process. Raises ``RingError`` if it ended or did not reply in time."""
+        """The reply to ``task``; ``what`` names the process. Raises ``EndedError`` if it ended, ``RingError`` if it did not
+        reply in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.ask(task)
         except TimeoutError:
             raise RingError(f"{what} did not respond within {timeout_s:g} s") from None
         except EndedError as exc:
-            raise RingError(f"{what} {exc}") from None
+            raise EndedError(f"{what} {exc}") from None
 
     def rss_bytes(self) -> int:
         """The resident memory of the process."""
