@@ -54,8 +54,8 @@ class EncoderChild:
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused:
         """Return the encoding of the file ``data``, or why it is refused.
 
-        Raises ``EngineError`` if the encoder cannot be loaded, ``EndedError`` if its process ended, ``RingError`` if it hung;
-        the next picture starts it again.
+        Raises ``EngineError`` if the encoder cannot be loaded, ``EndedError`` if its process ended, ``RingError`` if it
+        hung; the next picture starts it again.
         """
         if self._closed:
             raise RingError(CLOSED)
