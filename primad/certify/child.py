@@ -21,7 +21,7 @@ from primad.engine.protocol import KvType
 from primad.errors import PrimadError
 from primad.gguf.architecture import Architecture
 from primad.gguf.model import open_model
-from primad.system.terminal import escape_uncaught
+from primad.system.children.reply_stream import answer_lines
 
 if TYPE_CHECKING:
     from primad.certify.route import Logits
@@ -95,20 +95,19 @@ CheckReply = Tried | Listed
 
 def main() -> None:
     """Reply to tasks until standard input ends."""
-    escape_uncaught()
-    decoder = msgspec.json.Decoder(CheckTask)
-    for line in sys.stdin.buffer:
-        if sys.platform != "win32":
-            signal.alarm(LATEST_S)
-            signal.setitimer(signal.ITIMER_PROF, HANGS_S)
-        try:
-            answer: CheckReply = _answer(decoder.decode(line))
-        except PrimadError as exc:
-            answer = Tried("refused", str(exc))
-        except (OSError, MemoryError) as exc:
-            answer = Tried("broken", str(getattr(exc, "strerror", None) or exc or "out of memory"))
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+    answer_lines(msgspec.json.Decoder(CheckTask), _bounded)
+
+
+def _bounded(task: CheckTask) -> CheckReply:
+    if sys.platform != "win32":
+        signal.alarm(LATEST_S)
+        signal.setitimer(signal.ITIMER_PROF, HANGS_S)
+    try:
+        return _answer(task)
+    except PrimadError as exc:
+        return Tried("refused", str(exc))
+    except (OSError, MemoryError) as exc:
+        return Tried("broken", str(getattr(exc, "strerror", None) or exc or "out of memory"))
 
 
 def _answer(task: CheckTask) -> CheckReply:

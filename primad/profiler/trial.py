@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -39,8 +38,8 @@ from primad.profiler.trial_messages import (
     TimeWindow,
     TrialTimes,
 )
+from primad.system.children.reply_stream import answer_lines
 from primad.system.processors import OwnTime, usable_cpus
-from primad.system.terminal import escape_uncaught
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
@@ -70,33 +69,36 @@ well."""
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    escape_uncaught()
-    decoder = msgspec.json.Decoder(Task)
-    step: Callable[[], float] | None = None
-    for line in sys.stdin.buffer:
-        answer: TrialTimes | ExactRows | Stepped | SteppedOn | HeadTimes | Gpus
-        match decoder.decode(line):
-            case HoldWindow() as task:
-                step = _hold(task)
-                answer = Stepped(step())
+    answer_lines(msgspec.json.Decoder(Task), _Answers().answer)
+
+
+class _Answers:
+    """Answers tasks; between two the window of ``HoldWindow`` is kept, with a step of which tasks follow."""
+
+    def __init__(self) -> None:
+        self._step: Callable[[], float] | None = None
+
+    def answer(self, task: Task) -> TrialTimes | ExactRows | Stepped | SteppedOn | HeadTimes | Gpus:
+        match task:
+            case HoldWindow():
+                self._step = _hold(task)
+                return Stepped(self._step())
             case StepWindow():
-                assert step is not None
-                answer = Stepped(step())
+                assert self._step is not None
+                return Stepped(self._step())
             case StepOn(seconds):
-                assert step is not None
-                answer = SteppedOn(_step_on(step, seconds))
-            case TimeHead() as task:
+                assert self._step is not None
+                return SteppedOn(_step_on(self._step, seconds))
+            case TimeHead():
                 from primad.profiler.beside import time_head
 
-                answer = HeadTimes(time_head(task))
+                return HeadTimes(time_head(task))
             case ListGpus():
-                answer = _gpus()
-            case TimeWindow() as task:
-                answer = _time(task)
-            case CompareRows() as task:
-                answer = _compare(task)
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+                return _gpus()
+            case TimeWindow():
+                return _time(task)
+            case CompareRows():
+                return _compare(task)
 
 
 def _gpus() -> Gpus:

@@ -31,6 +31,14 @@ def answer_stream() -> Iterator[BinaryIO]:
         yield answers
 
 
+def answer_lines(decoder: msgspec.json.Decoder[_Task], answer: Callable[[_Task], msgspec.Struct]) -> None:
+    """Reply with ``answer`` to each task of standard input, a line of JSON, until that ends."""
+    with answer_stream() as answers:
+        for line in sys.stdin.buffer:
+            answers.write(msgspec.json.encode(answer(decoder.decode(line))) + b"\n")
+            answers.flush()
+
+
 def answer_tasks(decoder: msgspec.msgpack.Decoder[_Task], answer: Callable[[_Task], msgspec.Struct]) -> None:
     """Reply with ``answer`` to each task of standard input, a frame, in a thread with a large stack. Ends the process when
     its input ends, even during a task, and when ``answer`` raises: no caller may wait for a reply that never comes."""
