@@ -52,6 +52,6 @@ def test_what_a_library_prints_is_no_part_of_a_reply(child):
     assert [child.ask(Number(each), Doubled) for each in (1, 2)] == [Doubled(2), Doubled(4)]
 
 
-def test_a_child_that_ends_says_why_and_the_next_task_gets_another(child):
+def test_the_end_of_a_child_is_explained_and_the_next_task_gets_another(child):
     assert child.ask(Number(-1), Doubled) == "the child ended with code 1: ValueError: below zero"
     assert child.ask(Number(3), Doubled) == Doubled(6)
