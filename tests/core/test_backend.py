@@ -482,6 +482,38 @@ async def test_requests_have_their_places_while_kept_cells_are_looked_for():
     await second.cancel()
 
 
+async def test_a_request_is_refused_if_its_ring_ends_while_kept_cells_are_looked_for():
+    backend, looked = RingBackend(), asyncio.Event()
+    await attach(backend, 1)
+
+    async def find(*_: Any) -> tuple[str, list[KvBlock]]:
+        await looked.wait()
+        return "", []
+
+    backend.find_blocks = find
+    short, long = Reader(ask(backend)), Reader(ask(backend, *range(99)))
+    await settled()
+    ring = FakeRing(2)
+    await backend.attach(replace(SERVED, context_tokens=99), 2, ring.send, ring.status, "serving 2")
+    looked.set()
+    await settled()
+    assert long.task.done(), "it does not fit the new context"
+    with pytest.raises(PromptTooLongError):
+        await long.task
+    assert [len(each.prompt) for each in ring.generates] == [2]
+    await short.cancel()
+    looked.clear()
+    late = Reader(ask(backend))
+    await settled()
+    backend.fail("no devices are left")
+    looked.set()
+    await settled()
+    assert late.task.done(), "it would wait until a device comes"
+    with pytest.raises(RingError, match="no devices are left"):
+        await late.task
+    assert backend.generations == 0
+
+
 @pytest.mark.parametrize(("logprobs", "maximum"), [(None, MAX_UNREAD), (20, MAX_UNREAD // 21)])
 async def test_a_client_that_reads_too_slowly_gets_an_error_and_is_cancelled(logprobs, maximum):
     backend = RingBackend()

@@ -364,14 +364,11 @@ class RingBackend:
 
     async def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
         prompt, owner = asked.prompt, asked.owner
-        if self._ring is None and not self._holding:
-            raise RingError(f"the model cannot be served now: {self._detail}")
+        self._check_served(prompt)
         if may_expire and not self._places.has_room(owner):
             raise RequestError(
                 "too many of your requests are waiting already; try again later", status=429, code="queue_full"
             )
-        if self._served is not None and len(prompt) >= self._served.context_tokens:  # it may have shrunk
-            raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
         size = sum(len(each.content) for each in asked.pictures) if may_expire else 0  # choices of a request share them
         if size and not self._picture_bytes.has_room(owner, size):
             raise RequestError(
@@ -382,6 +379,7 @@ class RingBackend:
         with self._places.held(owner), self._picture_bytes.held(owner, size):
             ring = self._ring
             root, blocks = await self.find_blocks(prompt, owner)
+            self._check_served(prompt)  # the ring may have ended meanwhile
             request = next(self._requests)
             generate = msgspec.structs.replace(
                 asked,
@@ -418,6 +416,14 @@ class RingBackend:
                     self._unsent.remove(generate)
                 elif not finished and self._ring is not None:
                     await self._ring.send(Cancel(request))
+
+    def _check_served(self, prompt: Sequence[int]) -> None:
+        """Raise ``RingError`` if no ring serves or is expected, ``PromptTooLongError`` for its context, which may have
+        shrunk."""
+        if self._ring is None and not self._holding:
+            raise RingError(f"the model cannot be served now: {self._detail}")
+        if self._served is not None and len(prompt) >= self._served.context_tokens:
+            raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
 
     def _expire(self, generation: _Open) -> None:
         """Refuse the generation, unless it has begun."""
