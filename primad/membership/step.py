@@ -7,8 +7,8 @@ Each rule is in one place: here, in ``due.py`` (what is due) or in ``transitions
   serving ring is suspected, a ring without it is formed in the background: it serves the moment the device is gone, and
   is dropped when the device speaks again.
 - There is one serving ring and at most one attempt at another. When the serving ring breaks, open requests wait for the
-  next one. They end with an error as soon as there is no plan, or after ``hold_s``, or when several rings in a row
-  break.
+  next one. They end with an error as soon as there is no plan and no device is suspected, or after ``hold_s``, or when
+  several rings in a row break.
 - A better plan is used only if it gains enough; candidates that did not give one are not planned with again until they
   change.
 - A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works,
@@ -358,6 +358,9 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
     state = replace(state, last_resort=True)
     if not is_last and usable(state, now) != attempt.candidates:
         return state
+    silent = [device.heard_s for device in state.devices.values() if device.phase is DevicePhase.SUSPECTED]
+    if silent:
+        return replace(state, retry_at_s=max(silent) + state.settings.gone_after_s)  # sooner if one speaks again
     if not state.has_served:
         return give_up(state, reason, effects)
     effects.append(Fail(reason))

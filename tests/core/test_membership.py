@@ -629,6 +629,22 @@ def test_without_a_plan_the_answers_end_at_once_and_the_same_devices_are_asked_a
     assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+def test_without_a_plan_the_answers_wait_for_a_suspected_device_until_it_speaks_or_is_gone(speaks):
+    shell = serving("ada", "bo")
+    live(shell, SETTINGS.suspect_after_s + 0.1, "ada")
+    assert phase_of(shell.state, "bo") is m.DevicePhase.SUSPECTED
+    no_plan(shell)
+    broken(shell, None)
+    assert no_plan(shell) == []
+    if speaks:
+        assert solves(shell.notify(m.Heard("bo"))) == [{"ada", "bo"}]
+        return
+    assert live(shell, SETTINGS.gone_after_s - shell.now + shell.state.devices["bo"].heard_s - 0.1, "ada") == []
+    assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+    assert no_plan(shell) == [m.Fail("too large")]
+
+
 def test_where_the_heads_own_disk_is_full_the_answers_end_with_that_and_a_ring_is_tried_again():
     shell = serving("ada", "bo")
     shell.notify(m.Lost("bo", "unplugged"))
