@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.e2e.cluster import PATIENCE_S, Head, ring_process, stopped
 
@@ -90,21 +92,30 @@ class _Acting:
         self.outcome = self._pool.submit(self._happen)
 
     def _happen(self) -> bool:
-        began = time.monotonic()
-        with stopped(self._ring) as stands:
-            if not stands or not is_open(self._head):
-                return False
-            if self._still and time.monotonic() - began > STILL_S:
-                return False
-            if self._still:
-                self._act()
-                self.done_s = time.monotonic()
-                return True
         try:
+            if self._still:
+                with in_the_middle(self._head, self._ring):
+                    self._act()
+                    self.done_s = time.monotonic()
+                return True
+            with stopped(self._ring) as stands:
+                if not stands or not is_open(self._head):
+                    return False
             self._act()
         except CompletionOverError:
             return False
         return True
+
+
+@contextmanager
+def in_the_middle(head: Head, ring: psutil.Process) -> Iterator[None]:
+    """``ring``, the ring process of ``head``, stands still in the block, while a completion is open. Raises
+    ``CompletionOverError`` if none is, or if the ring has stood still for too long already."""
+    began = time.monotonic()
+    with stopped(ring) as stands:
+        if not stands or not is_open(head) or time.monotonic() - began > STILL_S:
+            raise CompletionOverError
+        yield
 
 
 def is_open(head: Head) -> bool:

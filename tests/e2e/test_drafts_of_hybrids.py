@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 import pytest
 
-from tests.e2e.cluster import PATIENCE_S, Head, heading, joined
+from tests.e2e.cluster import PATIENCE_S, Head, heading, joined, ring_process
+from tests.e2e.streams import CompletionOverError, in_the_middle
 from tools import synth
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
@@ -20,8 +22,15 @@ FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "
 Answer = list[tuple[str, float]]
 
 
-def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: object) -> tuple[Answer, int]:
-    """Return tokens with log-probabilities, and the number of accepted drafts; call ``act`` after 60 tokens."""
+def answer(head: Head, act: Callable[[], object] | None = None, **fields: object) -> tuple[Answer, int]:
+    """Return tokens with log-probabilities, and the number of accepted drafts; call ``act`` after 60 tokens, while the
+    ring stands still. A request that was over before is repeated."""
+    while True:
+        with suppress(CompletionOverError):
+            return _answer(head, act, **fields)
+
+
+def _answer(head: Head, act: Callable[[], object] | None, **fields: object) -> tuple[Answer, int]:
     body = {
         "prompt": "A tale of the sea and of those who sail on it. " * 12,
         "max_tokens": 300,
@@ -32,6 +41,7 @@ def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: objec
         "stream_options": {"include_usage": True},
         **fields,
     }
+    ring = ring_process(head.run)
     reported: Answer = []
     counts: dict[str, int] = {}
     with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
@@ -43,8 +53,9 @@ def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: objec
             counts = (chunk.get("usage") or {}).get("completion_tokens_details") or counts
             for lists in (each.get("logprobs") or {} for each in chunk["choices"]):
                 reported += zip(lists.get("tokens", ()), lists.get("token_logprobs", ()), strict=True)
-            if before < 60 <= len(reported):
-                act()
+            if act is not None and before < 60 <= len(reported):
+                with in_the_middle(head, ring):
+                    act()
     return reported, counts.get("accepted_prediction_tokens", 0)
 
 
