@@ -314,9 +314,13 @@ class Head:
         """Return ``/status``."""
         return dict(HTTP.get(f"{self.url}/status").json())
 
+    def open_requests(self) -> int:
+        """The number of running and waiting requests, at most the number of sequences."""
+        return sum(slot["is_processing"] for slot in HTTP.get(f"{self.url}/slots").json())
+
     def answers(self) -> bool:
         """Whether a request is open."""
-        return any(slot["is_processing"] for slot in HTTP.get(f"{self.url}/slots").json())
+        return self.open_requests() > 0
 
     def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
         """Wait until it serves; return the other statuses of the health check seen meanwhile."""

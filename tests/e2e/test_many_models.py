@@ -6,11 +6,13 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.cluster import (
@@ -21,8 +23,10 @@ from tests.e2e.cluster import (
     heading,
     joined,
     ring_processes,
+    stopped,
     wait_until,
 )
+from tests.e2e.streams import LOOKS
 from tools import synth
 
 pytestmark = pytest.mark.slow
@@ -31,6 +35,8 @@ MODELS = {"amber": "llama", "birch": "qwen3", "cedar": "gemma3", "delta": "qwen3
 """Architectures by model name."""
 NAMES = tuple(MODELS)
 PROMPT = "Tell me of the sea."
+LONG = {"max_tokens": 300, "logit_bias": {"0": -100, "2": -100}, "speculate": False}
+"""Fields of a request that lasts."""
 DIALECTS = {
     "/v1/chat/completions": lambda: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8},
     "/v1/completions": lambda: {"prompt": PROMPT, "max_tokens": 8},
@@ -108,7 +114,7 @@ def offered(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Offered]:
         )
     cluster = f"many-{time.time_ns():x}"
     homes = [module_home(name) for name in ("first", "second")]
-    options = ("--use-all", "--context", 512, "--batching", "exact")
+    options = ("--use-all", "--context", 512, "--batching", "exact", "--sequences", 2)
     with (
         heading(None, module_home("head"), cluster, *options, "--models", folder) as head,
         joined(homes[0], cluster) as first,
@@ -164,7 +170,8 @@ def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_name(off
 
 
 def test_a_worker_killed_while_one_model_loads_or_two_serve_costs_no_request(offered, module_home):
-    one, other = offered.ask("amber", "/v1/completions"), offered.ask("birch", "/v1/completions", max_tokens=60)
+    one = offered.ask("amber", "/v1/completions")
+    expected = {name: offered.ask(name, "/v1/completions", **LONG) for name in ("amber", "birch")}
     offered.unload_all()
     second = offered.workers.pop()
     second.process.send_signal(signal.SIGSTOP)  # nothing loads there, so that it is still loaded when it is killed
@@ -176,9 +183,22 @@ def test_a_worker_killed_while_one_model_loads_or_two_serve_costs_no_request(off
         with joined(module_home("third"), offered.cluster) as third:
             wait_until(lambda: "third" in str(offered.head.status()["cluster"]), "it is here")
             offered.unload_all()
-            both = [pool.submit(offered.ask, name, "/v1/completions", max_tokens=60) for name in ("amber", "birch")]
-            wait_until(lambda: list(offered.states().values()).count("loaded") == 2, "both serve")
-            third.kill()
-            both[0].result()
-            assert both[1].result() == other
+            assert {name: offered.ask(name, "/v1/completions", **LONG) for name in expected} == expected
+            rings, is_killed = ring_processes(third), False
+            assert len(rings) == 2
+            while not is_killed:  # a request was over before
+                both = {name: pool.submit(offered.ask, name, "/v1/completions", **LONG) for name in expected}
+                is_killed = kills(third, rings, offered.head, list(both.values()))
+                assert {name: answer.result() for name, answer in both.items()} == expected
     assert "Traceback" not in offered.head.run.output
+
+
+def kills(worker: Primad, rings: list[psutil.Process], head: Head, requests: list[Future[str]]) -> bool:
+    """Kill a worker unless one of two requests is over before; whether it is killed. Its ring processes stand still."""
+    wait_until(lambda: head.open_requests() == 2 or any(each.done() for each in requests), "both are open")
+    with ExitStack() as stack:
+        stand = [stack.enter_context(stopped(each)) for each in rings]
+        if not all(stand) or not all(head.open_requests() == 2 for _ in range(LOOKS)):
+            return False
+        worker.kill()
+        return True
