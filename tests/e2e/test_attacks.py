@@ -55,11 +55,13 @@ from tests.e2e.attacks_rogue import (
 )
 from tests.e2e.attacks_wire import CLIENTS, RAW, Door, burst, dribble, judge, request_as, send_raw, tap
 from tests.e2e.cluster import PATIENCE_S, ring_process, wait_until
-from tests.e2e.streams import ask
+from tests.e2e.streams import ask, in_the_middle
 from tests.figures import note
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
+LONG = 400
+"""Tokens of a request that lasts while a command starts."""
 
 
 @contextmanager
@@ -306,15 +308,18 @@ async def test_a_device_revoked_during_a_session_is_cut_off(attacked: AttackedCl
 
 
 def test_a_worker_revoked_during_a_request_computes_no_more_of_it(attacked_ring: AttackedCluster):
+    sender, receiver = ring_process(attacked_ring.head.run), ring_process(attacked_ring.worker)
+
     def revoke() -> None:
-        sender, receiver = ring_process(attacked_ring.head.run), ring_process(attacked_ring.worker)
         assert connected(receiver, sender)
-        attacked_ring.command("devices", "revoke", attacked_ring.key_text("w1"), "--home", attacked_ring.homes["head"])
+        of_head = ("--home", attacked_ring.homes["head"])
+        with in_the_middle(attacked_ring.head, sender):
+            attacked_ring.command("devices", "revoke", attacked_ring.key_text("w1"), *of_head)
         revoked_at = time.monotonic()
         wait_until(lambda: not connected(receiver, sender), "the ring is cut")
         note("revoked", time.monotonic() - revoked_at)
 
-    reported = ask(attacked_ring.head, revoke)
+    reported = ask(attacked_ring.head, revoke, tokens=LONG)
     assert (reported.finish, reported.error) == ("length", None), attacked_ring.output()
     assert reported.text.startswith(attacked_ring.undisturbed)
     assert attacked_ring.head.health()[0] == 200
