@@ -72,20 +72,22 @@ def test_the_first_lines_name_the_embedding_model(head, embedder):
     head.run.wait_for(rf"^{embedder.stem} serves embeddings there, on this device only$")
 
 
-def test_openais_client_while_a_chat_streams(client, embedder, plain):
-    with client.chat.completions.create(
-        model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40, stream=True
-    ) as stream:
-        parts = iter(stream)
-        next(parts)
-        floats = client.embeddings.create(model=embedder.stem, input=TEXTS, encoding_format="float")
-        printed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+def test_openais_client_while_a_chat_streams(head, client, embedder, plain):
+    chat = {"model": "smollm2-135m-q4_1", "messages": HELLO, "temperature": 0, "max_tokens": 120}
+    streams = False
+    while not streams:  # it was over before
+        with client.chat.completions.create(**chat, stream=True) as stream:
+            parts = iter(stream)
+            next(parts)
+            floats = client.embeddings.create(model=embedder.stem, input=TEXTS, encoding_format="float")
+            streams = head.answers()
+            printed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert printed
     near([each.embedding for each in floats.data], plain)
     near([each.embedding for each in client.embeddings.create(model=embedder.stem, input=TEXTS).data], plain)
     cut = client.embeddings.create(model=embedder.stem, input=TEXTS[0], dimensions=64).data[0].embedding
     near(cut, plain[0, :64] / np.linalg.norm(plain[0, :64]))
-    alone = client.chat.completions.create(model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40)
+    alone = client.chat.completions.create(**chat)
     assert alone.choices[0].message.content.endswith(printed)
     with pytest.raises(openai.BadRequestError, match=r"input\[1\]: has \d+ tokens"):
         client.embeddings.create(model=embedder.stem, input=["Ships", "sea " * 4000])
