@@ -24,13 +24,13 @@ from tests.e2e.cluster import (
     run_primad,
     wait_until,
 )
-from tests.e2e.streams import ask
+from tests.e2e.streams import CompletionOverError, ask
 from tests.figures import note
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 240
-"""Most are sampled after the event, even if a command must start for it."""
+TOKENS, LONG = 240, 480
+"""Most are sampled after the event, of the longer completion even if a command must start for it."""
 
 
 class Lab:
@@ -47,7 +47,7 @@ class Lab:
         self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments, config=""))
         self.head.wait_serving()
         self.at_once = self.head.status()["sequences"]
-        self.undisturbed = ask(self.head, tokens=TOKENS).text
+        self.undisturbed = {tokens: ask(self.head, tokens=tokens).text for tokens in (TOKENS, LONG)}
 
     def add(self, count: int) -> list[str]:
         """Start more workers concurrently; return their names."""
@@ -91,12 +91,13 @@ class Lab:
         *,
         limit: str = "recovery",
         still: bool = True,
+        tokens: int = TOKENS,
     ) -> None:
         """Call ``act`` during a completion and check the text; the head must print a line that matches ``printed``."""
         before = len(self.head.run.lines)
-        reported = ask(self.head, act, still=still, tokens=TOKENS)
+        reported = ask(self.head, act, still=still, tokens=tokens)
         note(limit, reported.gap_s, what)
-        assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
+        assert (reported.text, reported.finish, reported.error) == (self.undisturbed[tokens], "length", None), (
             self.head.run.output
         )
         assert self.head.health()[0] == 200
@@ -145,7 +146,7 @@ def test_a_worker_freezes_and_returns(lab):
     finally:
         freeze(run, signal.SIGCONT)
     lab.wait_computing(stays, lost)
-    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed
+    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed[TOKENS]
 
 
 def test_the_ring_process_of_a_worker_is_killed(lab):
@@ -198,18 +199,19 @@ def test_the_state_of_mirostat_is_not_lost(lab, version):
 
 
 def test_a_worker_leaves(lab):
-    stays, leaves = lab.two()
-    run = lab.workers[leaves]
-    reported: list[str] = []
-    lab.continues_after(
-        lambda: reported.append(command("leave", "--home", lab.home(leaves))),
-        "primad leave",
-        f"^{leaves} leaves",
-        still=False,
-    )
-    assert reported == [f"{leaves} hands over and ends\n"]
-    assert run.wait_end() == 0
-    lab.wait_computing(stays)
+    def leave() -> None:
+        _, leaves = lab.two()
+        if not lab.head.answers():
+            raise CompletionOverError
+        before = len(lab.head.run.lines)
+        assert command("leave", "--home", lab.home(leaves)) == f"{leaves} hands over and ends\n"
+        assert lab.workers[leaves].wait_end() == 0
+        lab.head.run.wait_for(f"^{leaves} leaves", start=before)
+        if not lab.head.answers():
+            raise CompletionOverError
+
+    lab.continues_after(leave, "primad leave", still=False, tokens=LONG)
+    lab.wait_computing(*(name for name, run in lab.workers.items() if run.process.poll() is None))
 
 
 def test_a_worker_is_interrupted(lab):
@@ -224,12 +226,21 @@ def test_a_worker_is_interrupted(lab):
 def test_a_worker_pauses_and_resumes(lab):
     stays, paused = lab.two()
     home = lab.home(paused)
-    lab.continues_after(lambda: command("pause", "--home", home), "primad pause", still=False)
+
+    def pause() -> None:
+        command("pause", "--home", home)
+        lab.wait_computing(stays)
+        if not lab.head.answers():
+            command("resume", "--home", home)
+            lab.wait_computing(stays, paused)
+            raise CompletionOverError
+
+    lab.continues_after(pause, "primad pause", still=False, tokens=LONG)
     lab.wait_computing(stays)
     assert lab.workers[paused].process.poll() is None
     command("resume", "--home", home)
     lab.wait_computing(stays, paused)
-    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed
+    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed[TOKENS]
 
 
 def test_a_worker_joins(lab):
@@ -239,7 +250,7 @@ def test_a_worker_joins(lab):
 
     def all_compute() -> bool:
         reported = ask(lab.head, tokens=TOKENS)
-        assert (reported.text, reported.finish, reported.error) == (lab.undisturbed, "length", None)
+        assert (reported.text, reported.finish, reported.error) == (lab.undisturbed[TOKENS], "length", None)
         gaps.append(reported.gap_s)
         return lab.computing() == {first, second, third}
 
