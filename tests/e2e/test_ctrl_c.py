@@ -42,6 +42,7 @@ started_by_a_shell = pytest.mark.usefixtures("started_by_a_shell")
 """One case of each command and state starts as users start it; forking the others saves a second of CPU time each."""
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
+LONG_CONTEXT = ("--context", 8192, "--rope-scale", 2)
 SHARED = ("--windows", "4,10")
 """The worker gets most of the large model."""
 SLOWLY = 'transfer_limit = "1MB/s"\n'
@@ -115,13 +116,15 @@ def listening(run: Primad) -> set[int]:
 
 @contextmanager
 def streaming(head: Head) -> Iterator[None]:
-    """Run a client that reads a long completion, and wait for its first lines."""
+    """Run a client that reads a long completion, and wait for its first lines. It is not over before the block is."""
     lines: list[str] = []
 
     def read() -> None:
-        body = {"prompt": "Once upon a time", "max_tokens": 3000, "stream": True, "temperature": 1, "seed": 1}
+        asked = {"prompt": "Once upon a time", "max_tokens": 3000, "temperature": 1, "seed": 1}
+        body = {**asked, "stream": True, "speculate": False, "logit_bias": {"0": -100, "2": -100}}
         try:
             with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+                lines.append(f"status: {answer.status_code}")
                 for line in answer.iter_lines():
                     lines.append(line)
         except httpx.HTTPError as exc:
@@ -133,6 +136,8 @@ def streaming(head: Head) -> Iterator[None]:
     yield
     reader.join(PATIENCE_S)
     assert not reader.is_alive(), "the client still waits"
+    assert lines[0] == "status: 200"
+    assert not any('"finish_reason":"length"' in line for line in lines), "the completion was over before"
 
 
 @started_by_a_shell
@@ -171,6 +176,8 @@ def test_head_and_worker_that_measure_links(quick_model, new_home, cluster, temp
             if not is_seen(head, "measuring links"):
                 continue
             second.process.send_signal(signal.SIGSTOP)  # it answers nobody any more, so whoever measures waits for it
+            if "measuring links" not in head.health()[1]:  # it was over before
+                continue
             assert_ends(head.run, number, temporary, home)
             assert_ends(worker, number, temporary, other)
             return
@@ -185,7 +192,8 @@ def test_head_that_loads(large, new_home, cluster, temporary, number):
                 continue
             wait_until(lambda: len(head.run.processes()) > 1, "the ring process is there")
             assert_ends(head.run, number, temporary, home)
-            return
+            if " is served at " not in head.run.output:  # nor was it when the signal came
+                return
 
 
 def is_seen(head: Head, detail: str) -> bool:
@@ -202,18 +210,21 @@ def is_seen(head: Head, detail: str) -> bool:
 
 @terminated
 def test_head_that_reads_layers(large, new_home, cluster, temporary, number):
-    home, worker_home = new_home("head"), slow_home(new_home)
-    with (
-        joined(worker_home, cluster),
-        heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
-    ):
-        head.wait_health("loading")
-        assert_ends(head.run, number, temporary, home)
+    for number_of_try in itertools.count():
+        home, worker_home = new_home(f"head-{number_of_try}"), slow_home(new_home, f"worker-{number_of_try}")
+        with (
+            joined(worker_home, cluster),
+            heading(large, home, cluster, "--wait", 1, *SHARED, temporary=temporary) as head,
+        ):
+            head.wait_health("loading")
+            assert_ends(head.run, number, temporary, home)
+            if "reading layers: done" not in head.run.output:
+                return
 
 
-def slow_home(new_home: Callable[[str], Path]) -> Path:
+def slow_home(new_home: Callable[[str], Path], name: str = "worker") -> Path:
     """The home of a worker whose layers are on their way for minutes."""
-    home = new_home("worker")
+    home = new_home(name)
     (home / "config.toml").write_text(SLOWLY)
     return home
 
@@ -269,7 +280,8 @@ def test_first_profile(quick_model, tmp_path, cluster, temporary, command, numbe
             if not is_measured(run, home):
                 continue
             assert_ends(run, number, temporary, home)
-            return
+            if not (home / "profile.json").exists():  # nor was it when the signal came
+                return
 
 
 def is_measured(run: Primad, home: Path) -> bool:
@@ -309,38 +321,50 @@ def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, 
         head.wait_serving()
 
         def interrupt_twice() -> None:
-            worker.send_signal(number)
-            worker.wait_for("handing over .*Ctrl-C again ends at once")
-            assert_ends(worker, number, temporary, worker_home)
+            with stopped(psutil.Process(head.run.process.pid)):  # so that it finds no replacement
+                worker.send_signal(number)
+                worker.wait_for("handing over .*Ctrl-C again ends at once")
+                assert worker.process.poll() is None
+                assert_ends(worker, number, temporary, worker_home)
 
-        reported = ask(head, interrupt_twice)
+        reported = ask(head, interrupt_twice, still=True)
         assert (reported.finish, reported.error) == ("length", None), "the request continues without the worker"
 
 
 @terminated
 def test_head_in_a_long_prompt(quick_model, new_home, cluster, temporary, number):
-    home = new_home("head")
-    with heading(quick_model, home, cluster, "--alone", temporary=temporary) as head:
-        head.wait_serving()
-        messages = [{"role": "user", "content": "word " * 3500}]
-        body = {"messages": messages, "max_tokens": 1, "stream": True, "return_progress": True}
-        is_read = threading.Event()
+    for number_of_try in itertools.count():
+        home = new_home(f"head-{number_of_try}")
+        with heading(quick_model, home, cluster, "--alone", *LONG_CONTEXT, temporary=temporary) as head:
+            head.wait_serving()
+            if ends_in_a_prompt(head, number, temporary, home):
+                return
 
-        def read() -> None:
-            with (
-                suppress(httpx.HTTPError),
-                httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer,
-            ):
-                for line in answer.iter_lines():
-                    if "prompt_progress" in line:
-                        is_read.set()
 
-        client = threading.Thread(target=read)
-        client.start()
-        wait_until(is_read.is_set, "the prompt is computed")
-        assert_ends(head.run, number, temporary, home)
-        client.join(PATIENCE_S)
-        assert not client.is_alive()
+def ends_in_a_prompt(head: Head, number: int, temporary: Path, home: Path) -> bool:
+    """End a head that computes a long prompt; whether the prompt was not computed before."""
+    messages = [{"role": "user", "content": "word " * 7500}]
+    body = {"messages": messages, "max_tokens": 1, "stream": True, "return_progress": True}
+    is_read = threading.Event()
+    lines: list[str] = []
+
+    def read() -> None:
+        with (
+            suppress(httpx.HTTPError),
+            httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer,
+        ):
+            for line in answer.iter_lines():
+                lines.append(line)
+                if "prompt_progress" in line:
+                    is_read.set()
+
+    client = threading.Thread(target=read)
+    client.start()
+    wait_until(is_read.is_set, "the prompt is computed")
+    assert_ends(head.run, number, temporary, home)
+    client.join(PATIENCE_S)
+    assert not client.is_alive()
+    return not any('"finish_reason":"length"' in line for line in lines)
 
 
 @started_by_a_shell
