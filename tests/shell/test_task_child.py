@@ -55,3 +55,10 @@ def test_what_a_library_prints_is_no_part_of_a_reply(child):
 def test_the_end_of_a_child_is_explained_and_the_next_task_gets_another(child):
     assert child.ask(Number(-1), Doubled) == "the child ended with code 1: ValueError: below zero"
     assert child.ask(Number(3), Doubled) == Doubled(6)
+
+
+def test_a_child_that_ended_between_two_tasks_costs_none_of_them(child):
+    child.ask(Number(1), Doubled)
+    child._child.kill()
+    child._child.wait()
+    assert child.ask(Number(2), Doubled) == Doubled(4)

@@ -49,6 +49,8 @@ class TaskChild:
 
     def ask(self, task: msgspec.Struct, kind: type[Answer]) -> Answer | str:
         """The reply to ``task``, or one line on how the child ended during it."""
+        if self._child is not None and self._child.poll() is not None:  # between two tasks
+            self._bury(self._child)
         if self._child is None:
             self._child = self._start()
         child = self._child
