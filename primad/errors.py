@@ -2,6 +2,7 @@
 
     PrimadError
     ├── ModelError        the model file: missing, cut, not a GGUF, an architecture that cannot be cut
+    │   └── UnreadableError  the system cannot read it: its disk fails, or its permissions changed
     ├── ConfigError       a flag, an environment variable or a line of the configuration file
     │   └── NotNowError   a value that may work a little later: a hub out of reach, a folder in use
     ├── PlanError         no plan: too few devices, windows that do not fit the model, too little memory
@@ -45,6 +46,14 @@ class Stopped(Exception):  # noqa: N818
 
 class ModelError(PrimadError):
     """A model file that cannot be used."""
+
+
+class UnreadableError(ModelError):
+    """The system cannot read ``file``."""
+
+    def __init__(self, file: str, why: object) -> None:
+        super().__init__(f"{file}: cannot be read: {why}")
+        self.file = file
 
 
 class ConfigError(PrimadError):

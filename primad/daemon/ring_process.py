@@ -29,6 +29,10 @@ LEAVE_S: Final = 0.5
 CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was read (SIGBUS)"
 
 
+BUS_ERROR: Final = "Fatal Python error: Bus error"
+"""What Python logs of a SIGBUS. While it writes the stacks, other threads go on, so that may end in a SIGSEGV."""
+
+
 LOG_BYTES: Final = 1 << 16
 
 
@@ -177,10 +181,11 @@ class RingProcess:
             code = await asyncio.to_thread(self._process.wait, GRACE_S)
         except subprocess.TimeoutExpired:
             return RingError("the ring process closed its connection")
-        if sys.platform != "win32" and code == -signal.SIGBUS:
+        log = _text(self._log)
+        if sys.platform != "win32" and (code == -signal.SIGBUS or BUS_ERROR in log):
             return WeightsError(CUT_SHORT, None)
         how = how_it_ended(code)
-        last = _last_line(self._log)
+        last = _last_line(log)
         return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
 
     async def close(self) -> None:
@@ -209,11 +214,15 @@ def _remove_empty(log: Path) -> None:
             log.unlink()
 
 
-def _last_line(log: Path) -> str:
-    """Return the last line before the stacks that Python writes when a signal ends it."""
+def _text(log: Path) -> str:
+    """Return the end of the log."""
     try:
-        text = log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
+        return log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of a log before the stacks that Python writes when a signal ends it."""
     lines = text.partition("Fatal Python error: ")[0].strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
-from primad.errors import ModelError
+from primad.errors import ModelError, UnreadableError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         linked = ", but a link to none" if path.is_symlink() else ""
         raise ModelError(f"{path}: no such file{linked}; check the path") from exc
     except OSError as exc:
-        raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise UnreadableError(str(path), exc.strerror or exc) from exc
 
 
 def read_header_of(file: ReadsForward, path: Path, size: int, *, header_only: bool = False) -> Header:

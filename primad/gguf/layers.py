@@ -27,7 +27,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from primad.errors import ModelError, ProtocolError
+from primad.errors import ModelError, ProtocolError, UnreadableError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import MAGIC, Header, TensorInfo, Value, scalar_value
 
@@ -171,7 +171,7 @@ class LayerCut:
                         for at, place, count in source.runs(start - tensor.offset, end - start)
                     )
                 except OSError as exc:
-                    raise ModelError(f"{source.path}: cannot be read: {exc.strerror or exc}") from exc
+                    raise UnreadableError(str(source.path), exc.strerror or exc) from exc
                 if short:
                     raise ModelError(f"{source.path}: became shorter while it was read; fetch the file again")
         return bytes(out)

@@ -35,6 +35,7 @@ from primad.errors import (
     RankError,
     RingError,
     SenderError,
+    UnreadableError,
     WeightsError,
     printable,
 )
@@ -493,7 +494,8 @@ def broken_by(error: PrimadError) -> RingBroken:
     """The event with which a ring process reports ``error``, which ends it."""
     fault: RingFault = next((fault for fault, kind in FAULTS.items() if type(error) is kind), "own")
     device = error.device if isinstance(error, RankError) else ""
-    return RingBroken(str(error), error.file if isinstance(error, WeightsError) else None, fault, device)
+    weights = error.file if isinstance(error, WeightsError | UnreadableError) else None
+    return RingBroken(str(error), weights, fault, device)
 
 
 def cause_of(broken: RingBroken) -> PrimadError:

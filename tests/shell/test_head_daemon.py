@@ -19,7 +19,7 @@ from primad.api.page.admin_api import DeviceLimit, OtherCluster, ShownCode
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.node import Node
-from primad.errors import ClusterError, ConfigError, PlanError, RingError, WeightsError
+from primad.errors import ClusterError, ConfigError, PlanError, PrimadError, RingError, UnreadableError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -716,12 +716,14 @@ async def test_a_broken_ring_is_formed_again_without_the_device_at_fault(lab):
         stream.task.cancel()
 
 
-@pytest.mark.parametrize("forms_again", [True, False])
-async def test_an_unreadable_model_file_is_reported_and_tried_again_later(lab, forms_again):
+@pytest.mark.parametrize(("forms_again", "read"), [(True, "weights"), (False, "weights"), (False, "layers")], ids=str)
+async def test_an_unreadable_model_file_is_reported_and_tried_again_later(lab, forms_again, read):
     """A ring that breaks over it, while serving or while being formed, is not formed again at once."""
     async with lab() as here:
         path = str(here.header.path)
-        unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
+        unreadable: PrimadError = UnreadableError(path, "Input/output error")
+        if read == "weights":
+            unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
         retry = replace(TIMINGS.membership, retry_s=0.5)
         here.start(timings=replace(TIMINGS, membership=retry, head=replace(TIMINGS.head, model_again_s=3.0)))
         first = await here.serves()

@@ -149,15 +149,32 @@ async def test_a_process_with_a_truncated_mapped_file_logs_its_stacks_and_one_li
         assert "Fatal Python error: Bus error" in (tmp_path / "ring.log").read_text()
 
 
-def test_the_last_line_of_a_log_is_the_one_before_the_stacks(tmp_path):
-    log = tmp_path / "ring.log"
-    assert _last_line(log) == ""
-    log.write_text(
-        "GGML_ASSERT(x) failed\n\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n"
-    )
-    assert _last_line(log) == "GGML_ASSERT(x) failed"
-    log.write_text("Fatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n")
-    assert _last_line(log) == ""
+async def test_a_model_file_that_cannot_be_read_is_named(tmp_path):
+    model = tmp_path / "model.gguf"
+    model.symlink_to(model)
+    async with started(tmp_path) as process:
+        head = an_open().head
+        assert head is not None
+        await process.send(an_open(head=msgspec.structs.replace(head, model=str(model))))
+        with pytest.raises(WeightsError, match="cannot be read: ") as caught:
+            await anext(process.events())
+        assert caught.value.file == str(model)
+
+
+async def test_weights_are_the_cause_of_a_sigbus_even_if_writing_the_stacks_crashed(tmp_path):
+    """Other threads go on meanwhile, and what is read of their frames may be gone."""
+    async with started(tmp_path) as process:
+        (tmp_path / "ring.log").write_text("Fatal Python error: Bus error\n\nFatal Python error: Segmentation fault\n")
+        os.kill(process.pid, signal.SIGKILL)  # it has no time to write there itself
+        with pytest.raises(WeightsError, match="cut short or its disk failed while it was read"):
+            await anext(process.events())
+
+
+def test_the_last_line_of_a_log_is_the_one_before_the_stacks():
+    assert _last_line("") == ""
+    aborted = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n"
+    assert _last_line(f"GGML_ASSERT(x) failed\n\n{aborted}") == "GGML_ASSERT(x) failed"
+    assert _last_line(aborted) == ""
 
 
 async def test_a_process_that_does_not_end_is_killed(tmp_path):

@@ -13,7 +13,7 @@ from typing import Final
 from halda import ModelProfile, RankBytes, Workload
 from primad.certify.verdict import why_not_shared, windows_line
 from primad.daemon.node import Node
-from primad.errors import ModelError, PrimadError, WeightsError
+from primad.errors import ModelError, PrimadError, UnreadableError, WeightsError
 from primad.gguf.adapter import Adapter
 from primad.gguf.adapter_shares import adapted_ranks, share_adapter
 from primad.gguf.architectures.cuts import cuttable
@@ -210,7 +210,8 @@ class ModelSource:
     def remember(self, error: PrimadError | None) -> None:
         """Remember the ``error`` that ended a ring, if this file's disk failed: as all rings need the file, the next
         one waits."""
-        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
+        file = error.file if isinstance(error, WeightsError | UnreadableError) else None
+        if file is not None and Path(file) in self._stamps:
             self._unreadable = str(error), time.monotonic()
 
 
