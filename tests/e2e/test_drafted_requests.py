@@ -42,7 +42,8 @@ FEW_LIKELY = packed_biases([(token, 50.0) for token in FEW_TOKENS])
 """With few likely tokens the text of any model repeats itself now and then, so that some drafts are accepted."""
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
-FEW = 40
+FEW, MORE = 40, 400
+"""Tokens of a request that nothing happens to, and of one that a client has time to act in."""
 SHAPE = (5, 6, 3)
 
 
@@ -278,8 +279,9 @@ def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that
             return bool(head.status()["drafts"]["accepted"] > before)
 
         wait_until(accepts, "drafts of it hold")
-        disturbed = ask(head, draft_device.kill, still=True, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True)
-        assert disturbed.text == expected
+        longer = ask(head, prompt=STORY, tokens=MORE, speculate=False).text
+        disturbed = ask(head, draft_device.kill, still=True, prompt=STORY, tokens=MORE, middle=FEW // 2, speculate=True)
+        assert disturbed.text == longer
         wait_until(lambda: drafting_on() == "has-text", "the head drafts")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
         assert "Traceback" not in head.run.output
