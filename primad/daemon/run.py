@@ -21,6 +21,7 @@ from primad.engine.build import build_id
 from primad.errors import NotNowError, PrimadError, Stopped
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
+from primad.network import admin, local_heads
 from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
@@ -122,6 +123,8 @@ def home_place(config: Config) -> Workspace:
     for path in config.run.glob("window-*.gguf"):
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
+        path.unlink(missing_ok=True)
+    for path in (admin.note_path(config.home), local_heads.home_note(config.home)):
         path.unlink(missing_ok=True)
     _forget_blocks(config)
     kv = KvStore(config.kv_folder, None if config.kv_cache is None else config.kv_cache_limit_bytes)
