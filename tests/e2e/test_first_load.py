@@ -28,7 +28,7 @@ def test_a_ring_of_an_unknown_architecture_gives_the_text_of_llama_cpp(tmp_path,
     vocabulary.release()
     homes = [new_home("head"), new_home("worker")]
     with ring(model, homes, cluster, "--windows", "2,2", "--rounds", 2) as (head, _):
-        assert "architecture 'bloom': certified" in head.run.output
+        head.run.wait_for("architecture 'bloom': certified")
         assert "checked bit for bit" in head.status()["checked"]
         asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
         asked["model"] = httpx.get(f"{head.url}/v1/models").json()["data"][0]["id"]

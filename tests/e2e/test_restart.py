@@ -76,7 +76,8 @@ def three(quick_model: Path, module_home) -> Iterator[Three]:
         workers = {"one": one, "two": two}
         head = stack.enter_context(heading(quick_model, homes["head"], cluster, *BY_HAND))
         head.wait_serving()
-        head.run.wait_for("^two: shipping layers: done")
+        for name in workers:
+            head.run.wait_for(f"^{name}: shipping layers: done")
         yield Three(stack, quick_model, homes, cluster, head, workers)
 
 
