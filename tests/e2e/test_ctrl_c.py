@@ -328,7 +328,7 @@ def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, 
                 assert worker.process.poll() is None
                 assert_ends(worker, number, temporary, worker_home)
 
-        reported = ask(head, interrupt_twice, still=True)
+        reported = ask(head, interrupt_twice, still=True, tokens=400, middle=10)
         assert (reported.finish, reported.error) == ("length", None), "the request continues without the worker"
 
 

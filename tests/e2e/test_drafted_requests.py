@@ -42,8 +42,8 @@ FEW_LIKELY = packed_biases([(token, 50.0) for token in FEW_TOKENS])
 """With few likely tokens the text of any model repeats itself now and then, so that some drafts are accepted."""
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
-FEW, MORE = 40, 400
-"""Tokens of a request that nothing happens to, and of one that a client has time to act in."""
+FEW, MORE, EARLY = 40, 400, 10
+"""Tokens of a request that nothing happens to, and of one that a client has time to act in, after the first chunks."""
 SHAPE = (5, 6, 3)
 
 
@@ -280,7 +280,7 @@ def test_a_draft_model_runs_on_a_device_without_layers_and_on_the_head_once_that
 
         wait_until(accepts, "drafts of it hold")
         longer = ask(head, prompt=STORY, tokens=MORE, speculate=False).text
-        disturbed = ask(head, draft_device.kill, still=True, prompt=STORY, tokens=MORE, middle=FEW // 2, speculate=True)
+        disturbed = ask(head, draft_device.kill, still=True, prompt=STORY, tokens=MORE, middle=EARLY, speculate=True)
         assert disturbed.text == longer
         wait_until(lambda: drafting_on() == "has-text", "the head drafts")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
@@ -297,7 +297,7 @@ def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(modul
         arguments = ("--wait", 1, "--use-all", "--context", 512, "--speculate", "mtp", "--batching", "fast")
         head = stack.enter_context(heading(model, home, cluster, *arguments))
         head.wait_serving()
-        kind = {"prompt": "fish", "tokens": 150}
+        kind = {"prompt": "fish", "tokens": MORE, "middle": EARLY}
         expected = ask(head, speculate=False, **kind).text
 
         def asked(disturb: Callable[[], object] | None = None) -> int:
@@ -343,6 +343,7 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(quick_model: Path,
             alone = [reported.text for reported in ask_all(head, streams, speculate=False)]
             assert [reported.text for reported in ask_all(head, streams, second.kill, speculate=True)] == alone
         act = None if streams > 1 else second.kill
-        disturbed = ask(head, act, still=True, prompt=TEXT, speculate=True, **few)
-        assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
+        longer = ask(head, prompt=TEXT, tokens=MORE, speculate=False, **few).text
+        disturbed = ask(head, act, still=True, prompt=TEXT, tokens=MORE, middle=EARLY, speculate=True, **few)
+        assert (disturbed.text, disturbed.error) == (longer, None), head.run.output
         assert "Traceback" not in head.run.output

@@ -191,7 +191,7 @@ def test_structured_output_still_matches_its_schema_after_a_death(lab):
 def test_the_state_of_mirostat_is_not_lost(lab, version):
     """Its state depends on probabilities of tokens that are not sampled again, so it moves with them."""
     _, lost = lab.two()
-    fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}
+    fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": TOKENS, "middle": 20}
     undisturbed = ask(lab.head, **fields)
     act = lab.workers[lost].kill if version == 1 else lambda: ring_process(lab.head.run).kill()
     reported = ask(lab.head, act, still=True, **fields)
