@@ -17,14 +17,14 @@ from tests.e2e.streams import STORY, Reported, ask, show
 pytestmark = pytest.mark.slow
 
 PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " * 12, "One, two,")
-TOKENS = 72
+TOKENS = 240
 
 
 def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Reported]:
     """Run ``streams`` requests concurrently, cycling through the prompts; call ``act`` during the first one."""
     with ThreadPoolExecutor(streams) as pool:
         asked = [
-            pool.submit(ask, head, each, still=True, tokens=TOKENS, middle=20, prompt=prompt, **fields)
+            pool.submit(ask, head, each, still=True, tokens=TOKENS, middle=10, prompt=prompt, **fields)
             for each, prompt in zip([act] + [None] * (streams - 1), cycle(PROMPTS), strict=False)
         ]
         return [answer.result() for answer in asked]
