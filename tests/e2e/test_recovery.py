@@ -177,11 +177,11 @@ def test_the_ring_process_of_the_head_is_killed(lab):
 def test_structured_output_still_matches_its_schema_after_a_death(lab):
     """The head's ring process has the grammar's state; a new one rebuilds it from the tokens so far."""
     _, lost = lab.two()
-    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 12, "maxItems": 12}
-    fields = {"json_schema": schema, "temperature": 1, "seed": 5, "tokens": 240}
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 40, "maxItems": 40}
+    fields = {"json_schema": schema, "temperature": 1, "seed": 5, "tokens": LONG, "middle": 10}
     undisturbed = ask(lab.head, **fields)
     if undisturbed.finish == "stop":  # white space may use up all tokens
-        assert len(json.loads(undisturbed.text)) == 12
+        assert len(json.loads(undisturbed.text)) == 40
     for act in (lambda: ring_process(lab.head.run).kill(), lab.workers[lost].kill):
         reported = ask(lab.head, act, still=True, **fields)
         assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
