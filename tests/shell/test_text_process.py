@@ -23,7 +23,7 @@ from primad.api.dialects.openai import prepared as openai
 from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
 from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, RequestRefused, TextReady, TextReply
 from primad.head.model.text_process import prepared
-from primad.head.model.text_service import TextLimits, TextService
+from primad.head.model.text_service import MAX_PROCESSES, TextLimits, TextService
 from primad.head.model.tokenizer import ModelVocabulary
 from primad.system.children.channel import LENGTH, frame
 from tests.fakes.vocabulary import write_vocabulary
@@ -195,6 +195,17 @@ async def test_only_the_hanging_or_growing_request_is_refused(tmp_path):
         psutil.Process(*before).kill()
         await works(service)
         assert service.pids != before
+
+
+async def test_a_request_is_read_though_all_processes_were_killed_before_it(tmp_path):
+    async with text_service(tmp_path, TextLimits()) as service:
+        await service._begin_another()
+        before = service.pids
+        assert len(before) == MAX_PROCESSES
+        for pid in before:
+            psutil.Process(pid).kill()
+        await works(service)
+        assert not set(service.pids) & set(before)
 
 
 async def test_a_request_that_crashes_its_process_is_refused_and_no_other_is_affected(tmp_path):

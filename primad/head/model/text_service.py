@@ -76,8 +76,9 @@ class _Turn:
     owner: str
     reply: asyncio.Future[TextReply]
     is_slow: bool = False
-    is_again: bool = False
-    """Whether a process has ended during it, which need not be its fault: it gets one more attempt."""
+    ends: int = 0
+    """Number of processes that have ended during it, which need not be its fault: all that ran may have been killed
+    before it came, so it gets one more attempt than there are processes."""
 
 
 class _TooMuchError(Exception):
@@ -303,8 +304,8 @@ class TextService:
             if not turn.is_slow:
                 self._rest(turn.owner)
             await self._bury(child)
-            if isinstance(exc, _LaterError) or (isinstance(exc, EndedError) and not turn.is_again):
-                turn.is_again = turn.is_again or isinstance(exc, EndedError)
+            turn.ends += isinstance(exc, EndedError)
+            if isinstance(exc, _LaterError) or (isinstance(exc, EndedError) and turn.ends <= MAX_PROCESSES):
                 turn.is_slow = True
                 self._slow.add(turn.owner, turn)
             else:
