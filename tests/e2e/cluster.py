@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -26,6 +25,7 @@ import psutil
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tests.forks import PROGRAM as PRIMAD
+from tests.ports import free_port
 
 PATIENCE_S = 180.0
 """Timeout of things that take seconds, or much longer on a busy machine."""
@@ -49,13 +49,6 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATI
         waited_s = time.monotonic() - began
         assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(min(max(SHORT_S, waited_s / (8 if stays else 20)), longest_s))
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[str, str]:

@@ -19,7 +19,6 @@ from tests.e2e.cluster import (
     PRIMAD,
     command_of,
     environment,
-    free_port,
     joined,
     marked,
     primad,
@@ -27,6 +26,7 @@ from tests.e2e.cluster import (
     snapshot,
 )
 from tests.forks import executing
+from tests.ports import free_port
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow

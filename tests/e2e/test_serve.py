@@ -26,7 +26,6 @@ from tests.e2e.cluster import (
     Head,
     all_joined,
     environment,
-    free_port,
     heading,
     joined,
     ring,
@@ -38,6 +37,7 @@ from tests.e2e.cluster import (
 )
 from tests.e2e.streams import CompletionOverError, in_the_middle
 from tests.lazily import Lazily
+from tests.ports import free_port
 
 openai = Lazily("openai")
 

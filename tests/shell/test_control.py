@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, gated, head_end
 from tests.figures import note
+from tests.ports import free_port
 
 WORKER, SECOND = new_identity(), new_identity()
 HELLO = Ping(status=True)
@@ -183,9 +183,7 @@ async def test_a_silent_worker_is_given_up():
 
 
 async def test_a_worker_that_starts_later_receives_earlier_messages():
-    with socket.socket() as reserved:
-        reserved.bind((HOST, 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     async with gated() as context:
         head = HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
         await head.send(Ping(status=False))

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import msgspec
@@ -53,6 +53,7 @@ from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 from tests.fakes.load import a_load
 from tests.fakes.profile import PROFILE
 from tests.fakes.relay import Relay
+from tests.ports import free_port
 
 PATIENCE_S = 60
 KEY, OTHER_KEY = new_identity().public, new_identity().public
@@ -700,9 +701,3 @@ async def test_a_device_cannot_choose_the_address_at_which_others_reach_it():
 async def introduce_without_end(link: WorkerLink) -> None:
     while True:
         await link.introduce([("x", KEY)] * 500, [])
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
