@@ -89,8 +89,8 @@ from tests.fakes.profile import PROFILE, KnownProfile
 from tests.fakes.relay import Relay
 
 PATIENCE_S = 180
-SILENCE_S = 2.0
-"""A head silent for this long is gone; however slow the machine, it sends its next message before."""
+SILENCE_S = 0.1
+"""A head that sends nothing more is gone soon."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 HERE, NOT_HERE = keys.block("root", None, [1, 2], [2]), keys.block("root", None, [3], [1])
@@ -223,6 +223,11 @@ class Lab:
         async with self._news:
             await self._news.wait_for(lambda: any(line.startswith(start) for line in self.printed))
         return next(line for line in self.printed if line.startswith(start))
+
+    def loses_head(self) -> None:
+        """From now on the silence of its head has lasted too long; however slow the machine, it had not before."""
+        assert self.daemon._lease is not None
+        self.daemon._lease.gone_after_s = 0.0
 
     def head(self, name: str = "desk", identity: Identity = DESK) -> FakeHead:
         return FakeHead(self.context, name, identity, self)
@@ -421,8 +426,9 @@ async def test_a_returning_head_takes_over_and_finds_its_layers_loaded(lab):
 async def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
     async with lab() as lap:
         desk = lap.head()
-        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.takes()
         await desk.loads(a_load(1))
+        lap.loses_head()
         await lap.emits("head desk went away")
         assert not lap.daemon._stages.is_serving
         assert len(lap.processes.alive) == 1, "it may come back soon"
@@ -576,7 +582,7 @@ async def test_a_stranger_gets_no_reply(lab):
 async def test_a_revoked_key_is_refused_at_once_on_an_open_connection(lab):
     async with lab() as lap:
         desk = lap.head()
-        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.takes()
         await desk.loads(a_load(1))
         lap.trust.revoke("desk")
         for message in (
@@ -736,10 +742,11 @@ async def test_a_worker_that_ends_during_a_pause_leaves_no_task(lab):
 async def test_a_leaving_worker_does_not_wait_for_a_vanished_head(lab):
     async with lab() as lap:
         desk = lap.head()
-        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.takes()
         await desk.loads(a_load(1))
         lap.daemon.leave()
         await desk.hear(Leaving)
+        lap.loses_head()
         await lap.running
 
 
@@ -899,11 +906,12 @@ async def test_without_its_head_only_a_cache_keeps_kv_blocks(lab, tmp_path, has_
         if has_cache:
             lap.daemon._held.store.limit_bytes = 1 << 20
         desk = lap.head()
-        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.takes()
         store = lap.daemon._held.store
         store.put(HERE, cells_of(HERE))
         await desk.report_line(hold(1, HERE))
         assert (await desk.hear(KvHeld)).held == [True]
+        lap.loses_head()
         await lap.emits("head desk went away")
         await lap.head("tower", TOWER).takes()
         assert bool(store.layers(HERE.key)) == has_cache
