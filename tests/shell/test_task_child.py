@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from primad.system.children import task_child
+from primad.system.children.child import begin_piped
 from primad.system.children.task_child import TaskChild
 
 CHILD = """
@@ -55,6 +58,21 @@ def test_what_a_library_prints_is_no_part_of_a_reply(child):
 def test_the_end_of_a_child_is_explained_and_the_next_task_gets_another(child):
     assert child.ask(Number(-1), Doubled) == "the child ended with code 1: ValueError: below zero"
     assert child.ask(Number(3), Doubled) == Doubled(6)
+
+
+def test_ctrl_c_while_a_child_begins_leaves_none(child, monkeypatch):
+    begun = []
+
+    def begin(*arguments):
+        begun.append(begin_piped(*arguments))
+        _thread.interrupt_main()
+        return begun[-1]
+
+    monkeypatch.setattr(task_child, "begin_piped", begin)
+    with pytest.raises(KeyboardInterrupt):
+        child.ask(Number(1), Doubled)
+    child.close()
+    assert begun[0].returncode is not None
 
 
 def test_a_child_that_ended_between_two_tasks_costs_none_of_them(child):

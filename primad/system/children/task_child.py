@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 import msgspec
@@ -42,18 +43,20 @@ class TaskChild:
             self._bury(self._child)
         self._errors.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         self._errors.seek(0)
         self._errors.truncate()
-        return begin_piped(self._module, self._variables, self._errors)
+        self._child = begin_piped(self._module, self._variables, self._errors)
 
     def ask(self, task: msgspec.Struct, kind: type[Answer]) -> Answer | str:
         """The reply to ``task``, or one line on how the child ended during it."""
         if self._child is not None and self._child.poll() is not None:  # between two tasks
             self._bury(self._child)
         if self._child is None:
-            self._child = self._start()
+            with ThreadPoolExecutor(1) as pool:  # where no Ctrl-C can lose a child that has just begun
+                pool.submit(self._start).result()
         child = self._child
+        assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
         answered, late = threading.Event(), threading.Event()
