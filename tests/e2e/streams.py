@@ -7,15 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
 
 from tests.e2e.cluster import PATIENCE_S, Head, ring_process, stopped
 
+Outcome = TypeVar("Outcome")
 STORY = "Once upon a time, in a village by the sea,"
 TOKENS = 120
 MIDDLE = 40
@@ -116,6 +117,13 @@ def in_the_middle(head: Head, ring: psutil.Process) -> Iterator[None]:
         if not stands or not is_open(head) or time.monotonic() - began > STILL_S:
             raise CompletionOverError
         yield
+
+
+def repeated(request: Callable[[], Outcome]) -> Outcome:
+    """Return the result of ``request``, which is repeated while its completion is over too early."""
+    while True:
+        with suppress(CompletionOverError):
+            return request()
 
 
 def is_open(head: Head) -> bool:

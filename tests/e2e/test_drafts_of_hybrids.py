@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 
 import httpx
 import pytest
 
 from tests.e2e.cluster import PATIENCE_S, Head, heading, joined, ring_process
-from tests.e2e.streams import CompletionOverError, in_the_middle
+from tests.e2e.streams import in_the_middle, repeated
 from tools import synth
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
@@ -25,9 +24,7 @@ Answer = list[tuple[str, float]]
 def answer(head: Head, act: Callable[[], object] | None = None, **fields: object) -> tuple[Answer, int]:
     """Return tokens with log-probabilities, and the number of accepted drafts; call ``act`` after 60 tokens, while the
     ring stands still. A request that was over before is repeated."""
-    while True:
-        with suppress(CompletionOverError):
-            return _answer(head, act, **fields)
+    return repeated(lambda: _answer(head, act, **fields))
 
 
 def _answer(head: Head, act: Callable[[], object] | None, **fields: object) -> tuple[Answer, int]:

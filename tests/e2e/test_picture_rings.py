@@ -9,7 +9,6 @@ import itertools
 import json
 import threading
 import time
-from contextlib import suppress
 
 import httpx
 import msgspec
@@ -23,7 +22,7 @@ from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.header import read_header
 from primad.ring.head import log_softmax
 from tests.e2e.cluster import PATIENCE_S, command_of, ring, ring_process, wait_until
-from tests.e2e.streams import CompletionOverError, in_the_middle
+from tests.e2e.streams import CompletionOverError, in_the_middle, repeated
 from tests.lazily import Lazily
 from tests.shell.test_pictures_exact import prompt_of, write_seeing
 from tools.lab.encoders import FAMILIES
@@ -170,9 +169,7 @@ def asked(head, act=None, messages=MESSAGES, tokens=48, chunks=None):
 
     In the middle ``act`` is called while the ring stands still; a request that was over before is repeated.
     """
-    while True:
-        with suppress(CompletionOverError):
-            return _asked(head, act, messages, tokens, [] if chunks is None else chunks)
+    return repeated(lambda: _asked(head, act, messages, tokens, [] if chunks is None else chunks))
 
 
 def _asked(head, act, messages, tokens, chunks):

@@ -31,6 +31,7 @@ from primad.head.serve import check_embedding
 from primad.system.children.channel import frame
 from primad.system.memory import Memory, children
 from tests.fakes.vocabulary import write_vocabulary
+from tests.shell.unanswered import ask_stopped
 from tools.synth import write_model
 
 PATIENCE_S = 180
@@ -109,10 +110,7 @@ async def test_a_crash_is_no_error_but_a_second_one_in_a_request_is_and_the_next
     async with embedding(smollm2, began=began) as service:
         before = await service.embed(["Hello"], INPUT)
         for crashing in (False, True):
-            os.kill(service.pid, signal.SIGSTOP)  # so that the next request stays unanswered
-            pending = asyncio.create_task(service.embed(["Hello"], INPUT))
-            for _ in range(20):  # turns of the event loop until it is asked
-                await asyncio.sleep(0)
+            pending = await ask_stopped(service.pid, service.embed(["Hello"], INPUT))
             os.kill(service.pid, signal.SIGKILL)
             if crashing:
                 with pytest.raises(RingError, match="was ended by SIGKILL; the next request starts it again"):

@@ -17,6 +17,7 @@ from primad.daemon.pictures import PictureService
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.errors import EngineError, RequestError, RingError
 from primad.ring.pictures import placed
+from tests.shell.unanswered import ask_stopped
 from tools.lab.mmproj import noise, png, write_encoder
 from tools.synth import write_model
 
@@ -143,10 +144,7 @@ async def test_a_crash_is_no_error_but_a_second_one_in_a_picture_is_and_the_next
     async with pictures(files, began=began) as service:
         first = await service.encode(noise(1), "a")
         for number, crashing in ((2, False), (3, True)):
-            os.kill(service.pid, signal.SIGSTOP)
-            task = asyncio.create_task(service.encode(noise(number), "a"))
-            for _ in range(20):  # turns of the event loop until it is asked
-                await asyncio.sleep(0)
+            task = await ask_stopped(service.pid, service.encode(noise(number), "a"))
             assert await service.encode(noise(1), "a") is first, "what is kept waits for no other picture"
             os.kill(service.pid, signal.SIGKILL)
             with pytest.raises(RingError, match="process for images") if crashing else nullcontext():

@@ -36,6 +36,7 @@ from primad.planning.encoder_place import EncoderPlace
 from primad.system.wire import encode
 from primad.worker.encoding import EncodingService
 from tests.fakes.node import worker_node
+from tests.shell.unanswered import ask_stopped
 from tools.lab.mmproj import noise, write_encoder
 from tools.synth import write_model
 
@@ -190,10 +191,7 @@ async def test_the_head_encodes_a_picture_that_a_worker_cannot_finish(tmp_path):
             expected = await home.pictures.encode(noise(2), "a")
             session = home.remote._session
             assert home.pictures.encoded_elsewhere == before + 1
-            os.kill(home.worker.pid, signal.SIGSTOP)
-            task = asyncio.create_task(home.pictures.encode(noise(2), "a"))
-            for _ in range(50):  # turns of the event loop until it is asked
-                await asyncio.sleep(0)
+            task = await ask_stopped(home.worker.pid, home.pictures.encode(noise(2), "a"))
             assert session._picture == 2
             match fault:
                 case "killed":
@@ -215,10 +213,7 @@ async def test_a_picture_in_progress_delays_no_end_and_another_plan_leaves_nothi
         await home.remote.follow_plan()
         assert home.remote.device == "lap"
         expected = await home.pictures.encode(noise(2), "a")
-        os.kill(home.worker.pid, signal.SIGSTOP)
-        task = asyncio.create_task(home.pictures.encode(noise(2), "a"))
-        for _ in range(50):  # turns of the event loop until it is asked
-            await asyncio.sleep(0)
+        task = await ask_stopped(home.worker.pid, home.pictures.encode(noise(2), "a"))
         home.is_here = False
         await home.remote.follow_plan()
         assert not home.worker.service._loadings
